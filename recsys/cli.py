@@ -1,0 +1,168 @@
+"""The command line: `recsys COMMAND ...`. Heavy imports wait until a command needs them."""
+
+import logging
+import os
+import pathlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from recsys.errors import UserError
+
+app = typer.Typer(
+    name="recsys",
+    help="Train, evaluate and ship click-through-rate models on sharded embedding tables.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="Settings that replace the recipe's.")
+]
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or one checkpoint inside it.")]
+
+
+@app.command()
+def prepare(
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="movielens-100k or synthetic.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[option=value ...]", help="Options of the data set.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to write; default: $RECSYS_DATA/DATASET.")] = None,
+    source: Annotated[str | None, typer.Option(help="Local copy of the raw data.")] = None,
+) -> None:
+    """Turn a data set into parquet, with counts and checksums."""
+    from recsys.data.prepare import prepare as run_prepare
+    from recsys.recipe import data_home
+
+    print(run_prepare(dataset, output or data_home() / dataset, source, **_options(options)))
+
+
+@app.command()
+def check(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Find every problem of a recipe and its data without training; exit code 1 if there are any."""
+    from recsys.check import check as run_check
+
+    problems = run_check(recipe, overrides or [])
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+    print(f"{recipe}: no problems")
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    run: Annotated[str | None, typer.Option(help="Run folder; default: runs/RECIPE-DATE-TIME.")] = None,
+) -> None:
+    """Train, evaluate every epoch, keep the best one and write a report."""
+    _require_stack()
+    from recsys.train import train as run_train
+
+    loaded = _load(recipe, overrides)
+    path = pathlib.Path(recipe)
+    result = run_train(loaded, run=run, name=f"{path.parent.name}-{path.stem}" if path.parent.name else path.stem)
+    if _is_first():
+        _print_metrics({split: result.metrics[split] for split in ("valid", "test") if split in result.metrics})
+        print(f"Best epoch {result.metrics['best_epoch']}; report: {result.report}")
+
+
+@app.command()
+def evaluate(
+    run: RunPath,
+    data: Annotated[str | None, typer.Option(help="Parquet file or folder; default: the recipe's test set.")] = None,
+    json: Annotated[str | None, typer.Option(help="File that the metrics are written to as well.")] = None,
+) -> None:
+    """Metrics of a trained model: auc, gauc, logloss, normalized entropy, calibration."""
+    _require_stack()
+    from recsys.predict import evaluate as run_evaluate
+
+    found = run_evaluate(run, data_path=data, json_path=json)
+    if _is_first():
+        _print_metrics({data or "test": found})
+
+
+@app.command()
+def predict(
+    run: RunPath,
+    data: Annotated[str, typer.Option(help="Parquet file or folder; needs no label.")],
+    output: Annotated[str, typer.Option(help="Parquet file to write.")],
+) -> None:
+    """One probability per input row, in input order."""
+    _require_stack()
+    from recsys.predict import predict as run_predict
+
+    num_rows = run_predict(run, data_path=data, output=output)
+    if _is_first():
+        print(f"{num_rows:,} rows written to {output}")
+
+
+@app.command()
+def doctor() -> None:
+    """Installed and supported versions, devices, threads; exit code 1 when something does not fit."""
+    from recsys.doctor import report
+
+    text, ok = report()
+    print(text)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's ends with one message and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("recsys").setLevel(logging.INFO if _is_first() else logging.WARNING)
+    try:
+        app()
+    except UserError as error:
+        if _is_first() or not error.reported_by_rank_0:
+            print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _load(path: str, overrides: list[str] | None) -> Any:
+    """Read a recipe; ranks of one host read one file, so that the first of them reports its problems."""
+    from recsys.recipe_file import load
+
+    try:
+        return load(path, overrides or [])
+    except UserError as error:
+        error.reported_by_rank_0 = os.environ.get("LOCAL_RANK", "0") != "0"
+        raise
+
+
+def _options(pairs: list[str] | None) -> dict[str, str]:
+    options = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError("An option has no value", received=pair, allowed="option=value, for instance rows=10000")
+        options[key] = value
+    return options
+
+
+def _require_stack() -> None:
+    from recsys.stack import require_stack
+
+    require_stack()
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print_metrics(by_split: dict[str, dict[str, float | None]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("data", *(key for key in next(iter(by_split.values()))))
+    for split, values in by_split.items():
+        cells = ("undefined" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values.values())
+        table.add_row(split, *cells)
+    Console().print(table)

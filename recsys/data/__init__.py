@@ -1,0 +1,1 @@
+"""Data: preparation, streaming reader, and the batch that models read."""

@@ -1,0 +1,115 @@
+"""Arrow arrays -> numpy, without a Python loop over rows and without a float on an id's way.
+
+All functions respect the offset of a slice, which the raw buffers do not.
+"""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from recsys.ids import string_keys
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Text, dictionary-encoded or not."""
+    kind = kind.value_type if pt.is_dictionary(kind) else kind
+    return pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind)
+
+
+def is_id(kind: pa.DataType) -> bool:
+    """Types that `id_keys` reads. A column of nulls only has the type null."""
+    value = kind.value_type if pt.is_dictionary(kind) else kind
+    return is_text(value) or pt.is_integer(value) or pt.is_boolean(value) or pt.is_null(value)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Types that `list_parts` reads."""
+    return pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Types that `numbers` reads."""
+    return pt.is_floating(kind) or pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_decimal(kind)
+
+
+def single_array(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array:
+    """A column as one array; copies only when it comes in several chunks."""
+    column = table.column(name)
+    if isinstance(column, pa.Array):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def id_keys(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
+    """(n,) int64 keys, and (n,) bool that is True where the id is null (None: nowhere). Null ids have the key 0.
+
+    Integers and booleans are their own key, uint64 by its bits; text is hashed.
+    """
+    if not len(array):
+        return np.zeros(0, dtype=np.int64), None
+    kind = array.type
+    if pt.is_dictionary(kind):
+        return _dictionary_keys(array)
+    if pt.is_null(kind) or pt.is_boolean(kind):
+        return id_keys(array.cast(pa.int8()))
+    if pt.is_string_view(kind):
+        return id_keys(array.cast(pa.large_string()))
+    missing = None if array.null_count == 0 else array.is_null().to_numpy(zero_copy_only=False)
+    buffers, n, offset = array.buffers(), len(array), array.offset
+    if is_text(kind):
+        width = np.int64 if pt.is_large_string(kind) else np.int32
+        offsets = np.frombuffer(buffers[1], dtype=width)[offset : offset + n + 1]
+        data = np.zeros(0, dtype=np.uint8) if buffers[2] is None else np.frombuffer(buffers[2], dtype=np.uint8)
+        keys = string_keys(data, offsets)
+    else:
+        values = np.frombuffer(buffers[1], dtype=kind.to_pandas_dtype())[offset : offset + n]
+        keys = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+    return (keys, None) if missing is None else (np.where(missing, 0, keys), missing)
+
+
+def _dictionary_keys(array: pa.DictionaryArray) -> tuple[np.ndarray, np.ndarray | None]:
+    if len(array.dictionary) > len(array):  # A slice of a big column: its rows are fewer than the values to hash.
+        return id_keys(array.dictionary_decode())
+    index, missing = id_keys(array.indices)
+    if not len(array.dictionary):
+        return index, missing
+    keys, missing_value = id_keys(array.dictionary)
+    if missing_value is not None:
+        missing = missing_value[index] if missing is None else missing | missing_value[index]
+    keys = keys[index]
+    return (keys, None) if missing is None else (np.where(missing, 0, keys), missing)
+
+
+def list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """(n,) int64 lengths, a null list being empty, and the values of all lists one after another."""
+    lengths = pc.list_value_length(array)
+    if lengths.null_count:
+        lengths = lengths.fill_null(0)
+    return lengths.to_numpy(zero_copy_only=False).astype(np.int64), array.flatten()
+
+
+def cut_lists(
+    lengths: np.ndarray, values: pa.Array, max_length: int, *, newest: bool
+) -> tuple[np.ndarray, pa.Array, int]:
+    """Lists with at most `max_length` values, taken from the end (`newest`) or the start, and how many were cut."""
+    if not len(lengths) or lengths.max() <= max_length:
+        return lengths, values, 0
+    kept = np.minimum(lengths, max_length)
+    ends = np.cumsum(lengths)
+    starts = ends - (kept if newest else lengths)
+    positions = np.arange(kept.sum()) + np.repeat(starts - (np.cumsum(kept) - kept), kept)
+    return kept, values.take(pa.array(positions)), int((lengths > max_length).sum())
+
+
+def shown(table: pa.Table | pa.RecordBatch, name: str, row: int) -> str:
+    """A value as messages show it."""
+    value = single_array(table, name)[row].as_py()
+    return "null" if value is None else repr(value)
+
+
+def numbers(array: pa.Array) -> np.ndarray:
+    """(n,) floating-point values, NaN where null."""
+    if not pt.is_floating(array.type):
+        array = pc.cast(array, pa.float64(), safe=False)
+    return array.to_numpy(zero_copy_only=False)

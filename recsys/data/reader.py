@@ -1,0 +1,240 @@
+"""Parquet -> a stream of Arrow rows: one share per rank, shuffled by rows, in bounded memory.
+
+The order of an epoch is a pure function of the files' metadata, the seed and the epoch: it can be told, and resumed
+in the middle, without reading data, and no rank ever waits for another because its share ended first.
+"""
+
+import collections
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.data.parquet import Decoder, ParquetData, Piece
+from recsys.errors import UserError, nearest
+
+__all__ = ["ParquetData", "Prefetcher", "Reader"]
+
+_WINDOW_ROWS = 65_536
+"""Rows taken together where nothing is shuffled."""
+_POLL_S = 0.1
+"""How long a background thread takes to notice that nobody wants its items any more."""
+
+T = TypeVar("T")
+
+
+class _Window(NamedTuple):
+    """Rows `start` to `end` of a rank's stream, held in memory together; no permutation keeps the files' order."""
+
+    start: int
+    end: int
+    pieces: Sequence[Piece]
+    permutation: np.ndarray | None
+
+    def positions(self) -> np.ndarray:
+        """Position in the data set of each row, in the order in which rows leave the window."""
+        rows = np.concatenate([np.arange(p.position, p.position + p.num_rows) for p in self.pieces])
+        return rows if self.permutation is None else rows[self.permutation]
+
+    def rows(self, table: pa.Table, first: int, last: int) -> pa.Table:
+        """Rows number `first` to `last` that leave the window, out of all its rows in the pieces' order."""
+        if self.permutation is None:
+            return table.slice(first, last - first)
+        return table.take(pa.array(self.permutation[first:last]))
+
+
+class Reader:
+    """One rank's share of a data set, epoch by epoch.
+
+    The shares are contiguous ranges that differ by at most one row. Every rank makes the same number of steps and
+    spreads its rows evenly over them, so that no step is much smaller than the others.
+
+    Attributes:
+        num_rows: Rows of this rank.
+        num_steps: Steps of an epoch, the same on all ranks.
+        schema: Schema of the tables that `iterate` yields.
+    """
+
+    def __init__(
+        self,
+        data: ParquetData,
+        columns: Sequence[str],
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle_rows: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Plan the reading; nothing is read yet.
+
+        Args:
+            data: The data set.
+            columns: Columns to read, in this order.
+            batch_size: Most rows of one rank in one step.
+            rank: Whose share.
+            world_size: Number of ranks.
+            shuffle_rows: Most rows that are held in memory and shuffled together; 0 keeps the files' order.
+            seed: Decides, with the epoch, the shuffled order.
+
+        Raises:
+            UserError: A column is not there, or stands twice.
+        """
+        for name in columns:
+            if len(data.schema.get_all_field_indices(name)) != 1:
+                raise UserError(
+                    f"{str(data.path)!r} does not have the column {name!r} once",
+                    allowed=f"{data.schema.names}.{nearest(name, data.schema.names)}",
+                )
+        self.data, self.world_size = data, world_size
+        self.shuffle_rows, self.seed = shuffle_rows, seed
+        self.schema = pa.schema([data.schema.field(name) for name in columns])
+        self._first, self._last = (data.num_rows * r // world_size for r in (rank, rank + 1))
+        self.num_rows = self._last - self._first
+        self.num_steps = -(-data.num_rows // (world_size * batch_size))
+
+    def global_rows(self, step: int) -> int:
+        """Rows of all ranks together in a step."""
+        num_rows, num_longer = divmod(self.data.num_rows, self.world_size)
+        longer, shorter = (self._before(n, step + 1) - self._before(n, step) for n in (num_rows + 1, num_rows))
+        return num_longer * longer + (self.world_size - num_longer) * shorter
+
+    def order(self, epoch: int) -> Iterator[np.ndarray]:
+        """Positions in the data set of this rank's rows as `iterate` yields them, window by window; reads nothing."""
+        for window in self._windows(epoch):
+            yield window.positions()
+
+    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[tuple[pa.Table, np.ndarray]]:
+        """The steps of an epoch from `start_step` on: rows, and the position of each in the data set.
+
+        Windows that lie wholly before `start_step` are not read. A step in which this rank has no rows yields a
+        table without rows.
+
+        Raises:
+            UserError: A file cannot be read to its end.
+        """
+        windows = self._windows(epoch)
+        window, table, positions = _Window(0, 0, (), None), None, np.zeros(0, dtype=np.int64)
+        done = self._before(self.num_rows, start_step)
+        with contextlib.closing(Decoder(self.data, self.schema)) as decoder:
+            for step in range(start_step, self.num_steps):
+                end = self._before(self.num_rows, step + 1)
+                tables, rows = [], [positions[:0]]
+                while done < end:
+                    if done >= window.end:
+                        window, table = next(windows), None  # The old window is freed before the next is read.
+                        continue
+                    if table is None:
+                        table, positions = decoder.read(window.pieces), window.positions()
+                        table = table if window.permutation is None else table.combine_chunks()
+                    first, last = done - window.start, min(end, window.end) - window.start
+                    tables.append(window.rows(table, first, last))
+                    rows.append(positions[first:last])
+                    done = window.start + last
+                together = tables[0] if len(tables) == 1 else pa.concat_tables([self.schema.empty_table(), *tables])
+                yield together, np.concatenate(rows)
+
+    def _before(self, num_rows: int, step: int) -> int:
+        """Rows that a rank with so many rows has used up before a step."""
+        return num_rows * step // max(self.num_steps, 1)
+
+    def _windows(self, epoch: int) -> Iterator[_Window]:
+        """This rank's row groups one after another, in shuffled order when shuffling, cut into equal windows.
+
+        The rows of a row group stay in order until windows are permuted, so that each group is decoded only once.
+        """
+        pieces = [
+            Piece(group, max(self._first - group.start, 0), num_rows)
+            for group in self.data.row_groups
+            if (num_rows := min(self._last, group.start + group.num_rows) - max(self._first, group.start)) > 0
+        ]
+        if self.shuffle_rows:
+            pieces = [pieces[i] for i in self._permutation(len(pieces), epoch, 0)]
+        num_windows = -(-self.num_rows // (self.shuffle_rows or _WINDOW_ROWS))
+        rest = collections.deque(pieces)
+        for number in range(num_windows):
+            start, end = (self.num_rows * n // num_windows for n in (number, number + 1))
+            parts, missing = [], end - start
+            while missing:
+                piece = rest.popleft()
+                num_rows = min(missing, piece.num_rows)
+                parts.append(piece._replace(num_rows=num_rows))
+                if num_rows < piece.num_rows:
+                    rest.appendleft(piece._replace(skip=piece.skip + num_rows, num_rows=piece.num_rows - num_rows))
+                missing -= num_rows
+            permutation = self._permutation(end - start, epoch, number + 1) if self.shuffle_rows else None
+            yield _Window(start, end, parts, permutation)
+
+    def _permutation(self, length: int, epoch: int, number: int) -> np.ndarray:
+        """Raw bits of PCG64, sorted: numpy promises that these never change, unlike those of its shuffles."""
+        key = np.random.SeedSequence([self.seed, epoch, self._first, self._last, number])
+        return np.argsort(np.random.PCG64(key).random_raw(length))
+
+
+_END = object()
+
+
+class Prefetcher(Generic[T]):
+    """Runs an iterable in one background thread, `depth` items ahead.
+
+    Exceptions come out unchanged where the item would have come out. The thread ends with the iterable, on `close`,
+    or when the prefetcher is forgotten.
+
+    Attributes:
+        waited_s: Seconds that the consumer has waited for items so far.
+    """
+
+    def __init__(self, iterable: Iterable[T], depth: int = 2) -> None:
+        self.waited_s = 0.0
+        self._items: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(depth)
+        stop = threading.Event()
+        # The thread must not know this object, or it would keep it alive for ever.
+        self._thread = threading.Thread(target=_produce, args=(iterable, self._items, stop), daemon=True)
+        self._stop = weakref.finalize(self, stop.set)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if not self._stop.alive:
+            raise StopIteration
+        start_s = time.perf_counter()
+        item, error = self._items.get()
+        self.waited_s += time.perf_counter() - start_s
+        if error is not None or item is _END:
+            self.close()
+            raise error or StopIteration
+        return item  # type: ignore[return-value]  # The queue also carries _END.
+
+    def close(self) -> None:
+        """Stop the thread and wait until it has ended."""
+        self._stop()
+        self._thread.join()
+
+
+def _produce(
+    iterable: Iterable[T], items: "queue.Queue[tuple[object, BaseException | None]]", stop: threading.Event
+) -> None:
+    def put(item: object, error: BaseException | None = None) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                return items.put((item, error), timeout=_POLL_S)
+
+    try:
+        for item in iterable:
+            put(item)
+            if stop.is_set():
+                break
+        put(_END)
+    except BaseException as error:
+        put(_END, error)
+    finally:
+        if isinstance(iterable, Generator):  # Its clean-up runs now, in the thread that ran it.
+            iterable.close()

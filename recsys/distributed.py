@@ -1,0 +1,115 @@
+"""Who we are among the ranks: set-up without a launcher or under torchrun, and agreement between ranks."""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recsys.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This process among the others.
+
+    Attributes:
+        rank: 0..world_size-1.
+        world_size: Number of processes.
+        local_world_size: Processes on this host.
+        device: Where this rank computes.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of all ranks."""
+        assert dist.group.WORLD is not None, "ranks exist only inside `process_group`"
+        return dist.group.WORLD
+
+
+@contextlib.contextmanager
+def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
+    """Join the other ranks, or be the only one when no launcher set the environment.
+
+    Args:
+        device: `auto` takes CUDA when there is any.
+        timeout_s: A collective that waits longer ends the job.
+
+    Raises:
+        UserError: `cuda` was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "train.device asks for CUDA", received="no CUDA device", allowed="auto, cpu", fix="set train.device=auto"
+        )
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun sets one thread per rank for want of a better guess; the cores belong to the ranks of this host.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
+        if cuda:
+            torch.cuda.set_device(local_rank)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout
+            )
+        stack.callback(dist.destroy_process_group)
+        yield Ranks(
+            rank, world_size, local_world_size, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        )
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, also before the ranks have met."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, in rank order, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: Any) -> Any:
+    """The value of rank 0, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+@contextlib.contextmanager
+def agreed(what: str) -> Iterator[None]:
+    """Run a block on every rank; when it fails with a `UserError` on any, all ranks raise the same one.
+
+    Without this, the ranks that did well would wait for the failed one in the next collective.
+    """
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    failed = [(rank, text) for rank, text in enumerate(gather(str(error) if error else None)) if text]
+    if failed:
+        world_size = dist.get_world_size()
+        prefix = f"{what}, rank {failed[0][0]} of {world_size}: " if world_size > 1 else ""
+        shared = UserError(prefix + failed[0][1])
+        shared.reported_by_rank_0 = True
+        raise shared

@@ -1,0 +1,175 @@
+"""What is installed here, what is supported, what the machine offers, and the one line that mends a misfit.
+
+Works without torch, FBGEMM and TorchRec: they are tried in a process of their own, since a build that does not fit
+may end its process instead of raising.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import recsys
+from recsys import stack
+from recsys.errors import UserError
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_LOAD_TIMEOUT_S = 300
+
+
+def report(device: stack.Device | None = None, *, strict: bool = False) -> tuple[str, bool]:
+    """Look at this environment.
+
+    Args:
+        device: The set-up to compare with; none means the one that this environment was made for.
+        strict: Count warnings as misfits, as a fresh set-up should.
+
+    Returns:
+        The text to print, and whether everything fits.
+    """
+    device = device or stack.current_device()
+    facts = _load_apart()
+    errors = [str(facts["error"])] if "error" in facts else []
+    supported, found = stack.supported(device), stack.installed()
+    for name in stack.misfits(device):
+        errors.append(f"{name} is {found[name] or 'not installed'}, supported is {supported[name]}")
+    if found["fbgemm-gpu"] and found["fbgemm-gpu-cpu"]:
+        errors.append("fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files")
+    warnings = _cuda_on_cpu(facts) if device == "cpu" else []
+    ok = not errors and not (strict and warnings)
+
+    lines = [f"recsys {recsys.__version__}, {device} set-up", *_software(device, facts), *_machine(facts), ""]
+    lines += [f"error: {error}" for error in errors] + [f"warning: {warning}" for warning in warnings]
+    if errors:
+        lines += ["Everything is put right by:", f"  {stack.install_line(device)}"]
+        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+            lines.append("Tested on Linux x86_64; elsewhere FBGEMM may have no wheel. `recsys check` needs none.")
+    elif not warnings:
+        lines.append("Everything fits.")
+    return "\n".join(lines), ok
+
+
+def _software(device: stack.Device, facts: dict) -> list[str]:
+    python_requires = _python_requires()
+    rows = [
+        _row("python", f"{platform.python_version()} ({sys.executable})", python_requires),
+        _row("platform", f"{platform.platform()}"),
+    ]
+    found = stack.installed()
+    rows += [_row(name, found[name] or "not installed", pin) for name, pin in stack.supported(device).items()]
+    loads = f"in {facts['load_s']:.1f} s, operators complete" if "load_s" in facts else "no"
+    return [*rows, _row("loads", loads)]
+
+
+def _machine(facts: dict) -> list[str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota, limit_gib = min(_cpu_quotas(), default=None), _memory_limit_gib()
+    total_gib, available_gib = _memory_gib("MemTotal"), _memory_gib("MemAvailable")
+    memory = f"{available_gib:.1f} of {total_gib:.1f} GiB available" if total_gib else "unknown"
+    # Version 1 of control groups writes "no limit" as a number near 2**63, so only a limit below the total counts.
+    limited = f", limit {limit_gib:.1f} GiB" if limit_gib < total_gib else ""
+    omp = os.environ.get("OMP_NUM_THREADS", "not set")
+    return [
+        _row("devices", ", ".join(facts.get("devices", [])) or "no GPU"),
+        _row("cores", f"{cores} usable of {os.cpu_count()}" + (f", quota {quota:g}" if quota else "")),
+        _row("threads", f"torch {facts.get('threads', '?')}, OMP_NUM_THREADS {omp}"),
+        _row("memory", memory + limited),
+    ]
+
+
+def _row(name: str, value: str, supported: str | None = None) -> str:
+    return f"  {name:<15} {value:<32} {f'supported: {supported}' if supported else ''}".rstrip()
+
+
+def _python_requires() -> str | None:
+    try:
+        return importlib.metadata.metadata(stack.DISTRIBUTION)["Requires-Python"]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_on_cpu(facts: dict) -> list[str]:
+    """Signs that a machine without GPU was handed CUDA builds."""
+    names = (dist.metadata["Name"] or "" for dist in importlib.metadata.distributions())
+    nvidia = sorted({name for name in names if name.lower().startswith("nvidia-")})
+    problems = []
+    if facts.get("cuda"):
+        problems.append(f"torch is a CUDA {facts['cuda']} build; the CPU build is at {stack.CPU_INDEX}")
+    if nvidia:
+        problems.append(f"packages for GPUs are installed; a new environment has none of them: {', '.join(nvidia)}")
+    return problems
+
+
+def _load_apart() -> dict:
+    """Load the stack in a new process: {"load_s", "cuda", "devices", "threads"} or {"error"}."""
+    root = str(Path(recsys.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
+    command = [sys.executable, "-c", "from recsys import doctor; doctor._print_facts()"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, env={**os.environ, "PYTHONPATH": path}
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"loading torch, FBGEMM and TorchRec took more than {_LOAD_TIMEOUT_S} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"loading torch, FBGEMM and TorchRec ended with code {done.returncode}: {last}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _print_facts() -> None:
+    start_s = time.perf_counter()
+    try:
+        stack.require_stack()
+    except UserError as error:
+        print(json.dumps({"error": error.what}))
+        return
+    import torch
+
+    cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    facts = {
+        "load_s": time.perf_counter() - start_s,
+        "cuda": torch.version.cuda,
+        "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in cuda],
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(facts))
+
+
+def _memory_gib(key: str) -> float:
+    """A line of /proc/meminfo; 0 where there is no such file."""
+    meminfo = Path("/proc/meminfo")
+    match = re.search(rf"{key}:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    return int(match[1]) / 2**20 if match else 0.0
+
+
+def _memory_limit_gib() -> float:
+    texts = [*_cgroup_values("memory", "memory.max"), *_cgroup_values("memory", "memory.limit_in_bytes")]
+    return min((int(text) / 2**30 for text in texts if text.isdigit()), default=float("inf"))
+
+
+def _cpu_quotas() -> list[float]:
+    """Cores that each control group above this process allows; groups without a quota ("max" or -1) left out."""
+    pairs: list[Sequence[str]] = [text.split() for text in _cgroup_values("cpu", "cpu.max")]
+    pairs += zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=True)
+    return [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
+
+
+def _cgroup_values(controller: str, name: str) -> list[str]:
+    """Contents of a limit file in this process's control group and all its ancestors, since each of them binds."""
+    values = []
+    for line in _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []:
+        number, controllers, path = line.split(":", 2)
+        # Version 2 is entry 0 and has one tree; version 1 has a tree per controller.
+        if number == "0" or controller in controllers.split(","):
+            base, group = _CGROUPS / ("" if number == "0" else controller), Path(path.lstrip("/"))
+            files = (base / folder / name for folder in (group, *group.parents))
+            values += [file.read_text().strip() for file in dict.fromkeys(files) if file.is_file()]
+    return values

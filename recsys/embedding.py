@@ -1,0 +1,188 @@
+"""Tables -> vectors by feature name, on TorchRec's two collections.
+
+Pooled features go through one EmbeddingBagCollection, histories and everything that shares their tables through
+EmbeddingCollections. Three limits of the kernels end here and are never seen outside:
+
+- FBGEMM wants widths in multiples of 4: tables are padded and the padding is cut off on the way out.
+- An EmbeddingCollection holds tables of one width: there is one per width.
+- A bag's mean is taken over the part that a rank holds in some shardings: bags are summed by the kernel and
+  divided here by their full length.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.layers.segment import row_of_event, segment_sum
+from recsys.schema import Inputs, Table
+
+_WIDTH_UNIT = 4  # FBGEMM's table kernels refuse other row widths
+_INIT_BLOCK_ROWS = 1024  # rows drawn from one generator; part of what a seed means, so never change it
+
+
+class Embeddings(nn.Module):
+    """Look up every id feature of a batch.
+
+    Args:
+        inputs: Tables and features.
+        attends: Whether histories stay unpooled (see `Inputs.layout`).
+        extra_columns: Numbers that ride behind each vector, zero at the start (DeepFM's first-order weights).
+        table_device: Where the tables are allocated; "meta" allocates nothing, for a planner that will.
+    """
+
+    def __init__(
+        self, inputs: Inputs, *, attends: bool, extra_columns: int = 0, table_device: str | None = None
+    ) -> None:
+        super().__init__()
+        self.inputs, self.extra_columns = inputs, extra_columns
+        self.layout = inputs.layout(attends=attends)
+        self._means = {f.name for f in inputs.fields if f.pooling == "mean"} | set(inputs.history_columns)
+        self._histories = frozenset(inputs.history_columns)
+        device = torch.device(table_device or "cpu")
+        pooled, sequence = self._by_table(self.layout.pooled), self._by_table(self.layout.sequence)
+        self.pooled = (
+            EmbeddingBagCollection(
+                tables=[
+                    EmbeddingBagConfig(
+                        name=name,
+                        embedding_dim=self.padded_width(name),
+                        num_embeddings=inputs.table(name).rows,
+                        feature_names=features,
+                        pooling=PoolingType.SUM,
+                    )
+                    for name, features in pooled.items()
+                ],
+                device=device,
+            )
+            if pooled
+            else None
+        )
+        widths = sorted({self.padded_width(name) for name in sequence})
+        groups = [{t: f for t, f in sequence.items() if self.padded_width(t) == width} for width in widths]
+        self._names_by_collection = [[name for names in group.values() for name in names] for group in groups]
+        self.sequence = nn.ModuleList(
+            EmbeddingCollection(
+                tables=[
+                    EmbeddingConfig(
+                        name=name,
+                        embedding_dim=width,
+                        num_embeddings=inputs.table(name).rows,
+                        feature_names=features,
+                    )
+                    for name, features in group.items()
+                ],
+                device=device,
+            )
+            for width, group in zip(widths, groups, strict=True)
+        )
+        if device.type != "meta":
+            self.reset(int(torch.randint(2**62, ())))
+
+    def _by_table(self, features: tuple[str, ...]) -> dict[str, list[str]]:
+        grouped: dict[str, list[str]] = {}
+        for feature in features:
+            grouped.setdefault(self.inputs.table_of(feature).name, []).append(feature)
+        return grouped
+
+    def padded_width(self, table: str) -> int:
+        """Width of a table's stored rows."""
+        wanted = self.inputs.table(table).dim + self.extra_columns
+        return -(-wanted // _WIDTH_UNIT) * _WIDTH_UNIT
+
+    def width_of(self, feature: str) -> int:
+        """Width of a feature's vector with its extra columns, without padding."""
+        return self.inputs.table_of(feature).dim + self.extra_columns
+
+    def forward(
+        self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+        """Vectors of every feature, padding removed.
+
+        Args:
+            pooled: ids of `layout.pooled`.
+            sequence: ids of `layout.sequence`.
+
+        Returns:
+            One vector per row for every field, (B, width), an empty bag giving zeros; and for every unpooled
+            history column (values (N, width), lengths (B,)), rows one after another. N is the number of events.
+        """
+        vectors: dict[str, Tensor] = {}
+        events: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.pooled is not None:
+            looked_up = self.pooled(pooled)
+            lengths = pooled.lengths().view(len(self.layout.pooled), -1)
+            for index, name in enumerate(self.layout.pooled):
+                vector = looked_up[name][:, : self.width_of(name)]
+                if name in self._means:
+                    vector = vector / lengths[index].clamp(min=1).unsqueeze(1)
+                vectors[name] = vector
+        for collection, names in zip(self.sequence, self._names_by_collection, strict=True):
+            jagged = collection(sequence)
+            for name in names:
+                values, lengths = jagged[name].values()[:, : self.width_of(name)], jagged[name].lengths()
+                if name in self._histories:
+                    events[name] = (values, lengths)
+                else:
+                    vectors[name] = self._pool(name, values, lengths)
+        return vectors, events
+
+    def _pool(self, name: str, values: Tensor, lengths: Tensor) -> Tensor:
+        total = segment_sum(values, row_of_event(lengths, values.shape[0]), lengths.shape[0])
+        return total / lengths.clamp(min=1).unsqueeze(1) if name in self._means else total
+
+    def reset(self, seed: int) -> None:
+        """Fill unsharded tables with the initial values of `seed` (sharded ones: `recsys.sharding`)."""
+        for name, weight in self.table_weights():
+            table = self.inputs.table(name)
+            with torch.no_grad():
+                weight.copy_(initial_rows(table, seed, 0, table.rows, weight.shape[1]))
+
+    def unpadded_share(self, table: str) -> float:
+        """Share of a table's stored columns that is not padding."""
+        return (self.inputs.table(table).dim + self.extra_columns) / self.padded_width(table)
+
+    def table_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(table, weight) of every unsharded table, padding included."""
+        collections = [(self.pooled, "embedding_bags")] if self.pooled is not None else []
+        for collection, attribute in [*collections, *((c, "embeddings") for c in self.sequence)]:
+            for name, module in getattr(collection, attribute).items():
+                yield name, module.weight
+
+
+def initial_rows(table: Table, seed: int, start: int, stop: int, width: int) -> Tensor:
+    """Initial values of rows [start, stop) of a table, (stop - start, width) float32 on the CPU.
+
+    They depend on (seed, table name, row) alone: every plan, every number of ranks and every device starts from
+    the same table. Columns behind `table.dim` (extra columns, padding) are zero.
+    """
+    values = torch.zeros(stop - start, width)
+    for block in range(start // _INIT_BLOCK_ROWS, -(-stop // _INIT_BLOCK_ROWS)):
+        first = block * _INIT_BLOCK_ROWS
+        digest = hashlib.blake2b(f"{seed}/{table.name}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        drawn = torch.empty(_INIT_BLOCK_ROWS, table.dim).normal_(0.0, table.init_std, generator=generator)
+        low, high = max(start, first), min(stop, first + _INIT_BLOCK_ROWS)
+        values[low - start : high - start, : table.dim] = drawn[low - first : high - first]
+    return values
+
+
+def table_of_parameter(name: str) -> str | None:
+    """The table behind a parameter's name, sharded or not; None for dense parameters."""
+    *_, collection, table, leaf = ["", "", *name.split(".")]
+    return table if leaf == "weight" and collection in ("embedding_bags", "embeddings") else None
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Trainable parameters of an unsharded model, as a paper counts them: padding of widths left out."""
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for module in model.modules():
+        if isinstance(module, Embeddings):
+            for name, weight in module.table_weights():
+                table = module.inputs.table(name)
+                total -= table.rows * (weight.shape[1] - table.dim - module.extra_columns)
+    return total

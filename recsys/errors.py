@@ -1,0 +1,45 @@
+"""The one exception for mistakes that the user can mend.
+
+The command line prints a `UserError` without a traceback and exits with code 2; anything else is a bug of
+ours and keeps its traceback. Notebooks may catch it as the `ValueError` that it is.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """What is wrong, what was received, what is allowed, what to do.
+
+    Args:
+        what: One sentence that names the recipe key, column, file or table concerned.
+        received: The value that was found, shown with `repr` when it is not already text.
+        allowed: The values or limits that would have been accepted.
+        fix: What to do now, as an imperative.
+
+    Attributes:
+        reported_by_rank_0: Every rank raises this very error, so that one of them need print it.
+    """
+
+    reported_by_rank_0 = False
+
+    def __init__(self, what: str, *, received: object = None, allowed: object = None, fix: str | None = None) -> None:
+        self.what, self.received, self.allowed, self.fix = what, received, allowed, fix
+        parts = [what.rstrip(".") + "."]
+        for title, value in (("Received", received), ("Allowed", allowed), ("Do", fix)):
+            if value is not None:
+                parts.append(f"{title}: {value if isinstance(value, str) else repr(value)}.")
+        super().__init__(" ".join(part.replace("..", ".") if part.endswith("..") else part for part in parts))
+
+    @classmethod
+    def collect(cls, title: str, problems: "list[str]", fix: str | None = None) -> "UserError":
+        """One error that lists every problem on a line of its own."""
+        return cls(
+            "\n  - ".join([f"{title} ({len(problems)} problem{'s' * (len(problems) != 1)}):", *problems]), fix=fix
+        )
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """` Did you mean 'x'?` when one of the allowed names is close, else nothing."""
+    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

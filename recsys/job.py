@@ -1,0 +1,161 @@
+"""The parts of a run, put together in order: data, encoder, model, plan, shards, optimizer."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+
+from recsys import models, optim, sharding
+from recsys.data.batch import Batch
+from recsys.data.parquet import ParquetData
+from recsys.data.reader import Prefetcher, Reader
+from recsys.distributed import Ranks, agreed, gather
+from recsys.embedding import Embeddings
+from recsys.encoder import Encoder, Statistics
+from recsys.errors import UserError
+from recsys.layers.norm import synchronize_statistics
+from recsys.recipe import Recipe, Split
+
+_SCAN_BATCH_ROWS = 65_536  # large reads: the scan is bound by decoding
+
+
+class Task(nn.Module):
+    """A model and its loss in the form that TorchRec's pipelines run: batch -> (loss, (loss, logits)).
+
+    The loss is the weighted sum of the rows' binary cross entropies. With weights of world_size / (rows of the
+    global batch), averaging gradients over ranks gives those of the mean over the global batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The loss, a scalar, and detached: the same loss, and (B,) logits."""
+        logits = self.model(batch)
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
+        return loss, (loss.detach(), logits.detach())
+
+
+class Data:
+    """The data sets of a recipe as seen by one rank, checked against what the recipe says of them.
+
+    Raises:
+        UserError: A file cannot be read, or columns are missing or of a wrong type; all problems at once.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        encoder: Encoder,
+        ranks: Ranks,
+        paths: Mapping[Split, str] | None = None,
+        *,
+        labelled: bool = True,
+    ) -> None:
+        """Open the data sets.
+
+        Args:
+            recipe: Names the data sets and describes their columns.
+            encoder: Makes batches of them.
+            ranks: Which share of the rows is ours.
+            paths: Other data sets than the recipe's.
+            labelled: Whether the label column is there and read.
+        """
+        self.recipe, self.encoder, self.ranks, self.labelled = recipe, encoder, ranks, labelled
+        self.sets = {split: ParquetData(path) for split, path in (paths or recipe.paths).items()}
+        problems = [p for data in self.sets.values() for p in encoder.schema_problems(data.schema, str(data.path), labelled=labelled)]
+        if problems:
+            raise UserError.collect("The data does not fit the recipe", problems)
+        for split, data in self.sets.items():
+            if data.num_rows == 0:
+                raise UserError(f"data.{split} has no rows", received=str(data.path))
+
+    def scan(self) -> Statistics:
+        """Read everything once before training: bad values end the run here, and normalisation is learnt."""
+        statistics = None
+        for split in self.sets:
+            found = Statistics.empty(self.encoder)
+            with agreed(f"data.{split}"):
+                for table, rows in self.reader(split, batch_size=_SCAN_BATCH_ROWS).iterate(0):
+                    found = found.merge(self.encoder.scan(table, rows))
+            if split == "train":
+                statistics = functools.reduce(Statistics.merge, gather(found))
+        assert statistics is not None, "a recipe always has training data"
+        return statistics
+
+    def reader(self, split: Split, *, batch_size: int | None = None, shuffle_rows: int = 0) -> Reader:
+        """A reader of this rank's rows of a split."""
+        return Reader(
+            self.sets[split],
+            self.encoder.columns if self.labelled else self.encoder.feature_columns,
+            batch_size=batch_size or self.recipe.data.batch_size_per_rank,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            shuffle_rows=shuffle_rows,
+            seed=self.recipe.train.seed,
+        )
+
+    def batches(self, reader: Reader, epoch: int = 0) -> Prefetcher[Batch]:
+        """Encoded batches, made by one background thread, weighted for the mean over the global batch."""
+        return Prefetcher(self._encoded(reader, epoch))
+
+    def _encoded(self, reader: Reader, epoch: int) -> Iterator[Batch]:
+        for step, (table, rows) in enumerate(reader.iterate(epoch)):
+            batch = self.encoder.encode(table, rows, labelled=self.labelled)
+            batch.weights = torch.full((len(batch),), self.ranks.world_size / max(reader.global_rows(step), 1))
+            yield batch
+
+
+@dataclasses.dataclass
+class Job:
+    """A sharded model with everything that trains it or reads from it.
+
+    Attributes:
+        task: The sharded `Task`.
+        embeddings: The unsharded description of the tables, on the meta device.
+        plan: Where each table lives.
+        dense_bytes: Bytes of the replicated dense weights.
+    """
+
+    recipe: Recipe
+    ranks: Ranks
+    encoder: Encoder
+    task: DistributedModelParallel
+    embeddings: Embeddings
+    plan: ShardingPlan
+    dense_bytes: int
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of what no fused kernel updates."""
+        return optim.build(self.task, self.embeddings, self.recipe.optimizer)
+
+    def describe_plan(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return sharding.describe(self.plan, self.embeddings, self.ranks.world_size, self.dense_bytes)
+
+
+def assemble(recipe: Recipe, ranks: Ranks, encoder: Encoder) -> Job:
+    """Build, plan and shard the model of a recipe; the same seed gives the same start on any number of ranks."""
+    torch.manual_seed(recipe.train.seed)
+    model = models.build(recipe.inputs, recipe.model, table_device="meta")
+    # dropout must differ between ranks, initial values must not
+    torch.manual_seed(np.random.SeedSequence([recipe.train.seed, ranks.rank]).generate_state(1, np.uint64)[0] >> 1)
+    embeddings = model.embeddings
+    assert isinstance(embeddings, Embeddings), "every model keeps its tables in `embeddings`"
+    dense_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
+    optim.fuse(embeddings, recipe.optimizer.sparse)
+    plain = Task(model)
+    plan = sharding.agreed_plan(plain, recipe, ranks)
+    task = sharding.shard(plain, plan, ranks)
+    sharding.initialize_tables(task, embeddings, recipe.train.seed)
+    if ranks.world_size > 1 and recipe.train.shared_batch_statistics:
+        synchronize_statistics(task, ranks.group)
+    return Job(recipe, ranks, encoder, task, embeddings, plan, dense_bytes)

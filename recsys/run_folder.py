@@ -1,0 +1,151 @@
+"""The run folder: everything that explains a run, in one place, written by rank 0."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from recsys import checkpoint
+from recsys.distributed import Ranks, agreed, broadcast
+from recsys.errors import UserError
+from recsys.recipe import Recipe
+from recsys.recipe_file import load as load_recipe
+
+log = logging.getLogger("recsys")
+
+_VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "numpy")
+
+
+class RunFolder:
+    """Paths and small writes inside one run's folder; writes happen on rank 0 only."""
+
+    def __init__(self, path: pathlib.Path, *, writes: bool) -> None:
+        self.path, self.writes = path, writes
+
+    @classmethod
+    def create(cls, path: str | None, recipe: Recipe, name: str, ranks: Ranks) -> "RunFolder":
+        """A new folder, agreed between ranks.
+
+        Args:
+            path: Where; None means `runs/<name>-<date>-<time>`.
+            recipe: Stored as `recipe.yaml`, resolved.
+            name: The recipe's name, for the default path.
+            ranks: Who we are.
+
+        Raises:
+            UserError: The folder already belongs to a run.
+        """
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = pathlib.Path(broadcast(path or f"runs/{name}-{stamp}"))
+        with agreed("run folder"):
+            if ranks.rank == 0:
+                _claim(folder, recipe)
+        return cls(folder, writes=ranks.rank == 0)
+
+    @classmethod
+    def open(cls, path: str) -> "tuple[RunFolder, pathlib.Path]":
+        """An existing run and a complete checkpoint of it.
+
+        Args:
+            path: A run folder (its only, or newest, checkpoint is taken) or a checkpoint inside one.
+        """
+        given = pathlib.Path(path)
+        run, checkpoints = given, checkpoint.complete(given / "checkpoints")
+        if given.parent.name == "checkpoints":
+            checkpoint.read_about(given)
+            run, checkpoints = given.parent.parent, [given]
+        if not (run / "recipe.yaml").is_file():
+            raise UserError(
+                f"{path!r} is not a run",
+                received="no recipe.yaml there" if run.is_dir() else "no such folder",
+                allowed="a run folder, or a checkpoint inside its checkpoints/",
+            )
+        if not checkpoints:
+            raise UserError(f"The run {path!r} has no complete checkpoint", fix="train it to the end of an epoch first")
+        return cls(run, writes=False), checkpoints[-1]
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe of the run."""
+        return load_recipe(self.path / "recipe.yaml")
+
+    def checkpoint_path(self, step: int) -> pathlib.Path:
+        """Where the checkpoint of a step stands."""
+        return self.path / "checkpoints" / f"step_{step:08d}"
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write one JSON file."""
+        if self.writes:
+            (self.path / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+    def append_json(self, name: str, value: Any) -> None:
+        """Add one JSON line to a file."""
+        if self.writes:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(value) + "\n")
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """Copy the log into `log.txt` for as long as the context lasts."""
+        if not self.writes:
+            yield
+            return
+        handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            handler.close()
+
+
+def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "recipe.yaml").open("x", encoding="utf-8") as file:
+            file.write(recipe.to_yaml())
+    except FileExistsError as error:
+        raise UserError(
+            f"The run folder {str(folder)!r} already belongs to a run", fix="name another one with --run"
+        ) from error
+    except OSError as error:
+        raise UserError(f"The run folder {str(folder)!r} cannot be written", received=str(error)) from error
+
+
+def environment(ranks: Ranks, num_threads: int, command: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run was made with: command, versions, machine, ranks, source."""
+    versions = {}
+    for name in _VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "command": " ".join(command or [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        **versions,
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "device": str(ranks.device),
+        "world_size": ranks.world_size,
+        "threads_per_rank": num_threads,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the sources in use, marked when they were changed since; None outside a checkout."""
+    here = pathlib.Path(__file__).parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

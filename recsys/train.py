@@ -1,0 +1,211 @@
+"""Training: set-up in order, then one loop."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import pathlib
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
+
+from recsys import checkpoint, metrics, report, scoring
+from recsys.distributed import broadcast, process_group
+from recsys.errors import UserError
+from recsys.encoder import Encoder
+from recsys.job import Data, Job, assemble
+from recsys.progress import Reporter
+from recsys.recipe import Recipe, Split
+from recsys.run_folder import RunFolder, environment
+
+log = logging.getLogger("recsys")
+
+
+@dataclasses.dataclass
+class Result:
+    """What training came to.
+
+    Attributes:
+        run: The run folder.
+        metrics: Content of its metrics.json: best epoch, and the metrics of the best epoch on each split.
+        report: The HTML report.
+    """
+
+    run: pathlib.Path
+    metrics: dict[str, Any]
+    report: pathlib.Path
+
+
+def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Result:
+    """Train a recipe from data to report, on this rank and all others.
+
+    Args:
+        recipe: What to do.
+        run: The run folder, which must not hold a run yet; None chooses one under `runs/`.
+        name: Name of the recipe, for the default folder.
+
+    Raises:
+        UserError: Recipe, data or machine do not fit; raised before the first step on all ranks.
+    """
+    with process_group(recipe.train.device) as ranks:
+        encoder = Encoder(recipe)
+        data = Data(recipe, encoder, ranks)
+        encoder.fit(data.scan())
+        job = assemble(recipe, ranks, encoder)
+        folder = RunFolder.create(run, recipe, name, ranks)
+        with folder.logging():
+            folder.write_json("environment.json", environment(ranks, torch.get_num_threads()))
+            folder.write_json("plan.json", job.describe_plan())
+            _describe_start(job, data, folder)
+            final = _Training(job, data, folder).run()
+            page = report.write_report(folder.path) if ranks.rank == 0 else folder.path / "report.html"
+            dist.barrier()
+            return Result(folder.path, final, page)
+
+
+def _describe_start(job: Job, data: Data, folder: RunFolder) -> None:
+    rows = ", ".join(f"{split} {found.num_rows:,}" for split, found in data.sets.items())
+    kinds = ", ".join(f"{t['name']} {t['kind']}" for t in job.describe_plan()["tables"])
+    log.info("Run folder %s", folder.path)
+    log.info(
+        "%d rank(s) on %s, %d thread(s) each; rows: %s",
+        job.ranks.world_size,
+        job.ranks.device.type,
+        torch.get_num_threads(),
+        rows,
+    )
+    log.info("Tables: %s", kinds)
+
+
+class _Training:
+    """One training run from the first epoch to the metrics of the best one."""
+
+    def __init__(self, job: Job, data: Data, folder: RunFolder) -> None:
+        self.job, self.data, self.folder = job, data, folder
+        self.settings, self.device = job.recipe.train, job.ranks.device
+        self.optimizer = job.optimizer()
+        self.reader = data.reader("train", shuffle_rows=job.recipe.data.shuffle_rows)
+        self.reporter = Reporter(folder, self.reader.num_steps * self.settings.epochs)
+        self.step = 0
+        self.best: dict[str, Any] = {}  # the evaluation of the kept epoch; empty before the first
+        self.start_s = time.perf_counter()
+
+    def run(self) -> dict[str, Any]:
+        """Train, keeping the best epoch; then evaluate that epoch on the test set."""
+        with contextlib.closing(self.reporter):
+            for epoch in range(1, self.settings.epochs + 1):
+                evaluation = {"epoch": epoch, **self._train_epoch(epoch)}
+                if "valid" in self.data.sets:
+                    evaluation |= self._evaluate("valid").metrics
+                evaluation["elapsed_s"] = time.perf_counter() - self.start_s
+                self.reporter.evaluated("valid", evaluation)
+                if self._is_better(evaluation):
+                    self._keep(evaluation)
+                elif self.settings.patience and epoch - self.best["epoch"] >= self.settings.patience:
+                    log.info("No better %s for %d epochs: stopped", self.settings.monitor, self.settings.patience)
+                    break
+            return self._finish(evaluation)
+
+    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+        """One pass over the training data: step reached, mean loss, rows per second of all ranks."""
+        self.job.task.train()
+        start_s, rows, losses, total = time.perf_counter(), 0, [], 0.0
+        with self._pipeline() as pipeline, contextlib.closing(self.data.batches(self.reader, epoch)) as batches:
+            for index in range(self.reader.num_steps):
+                loss, _ = pipeline.progress(batches)
+                losses.append(loss)
+                self.step += 1
+                rows += self.reader.global_rows(index)
+                self.reporter.stepped(epoch, self.step, rows / (time.perf_counter() - start_s))
+                if self.step % self.settings.log_every_steps == 0 or index == self.reader.num_steps - 1:
+                    mean = self._mean(losses)
+                    total += mean * len(losses)
+                    losses = []
+                    self.reporter.lost(self.step, mean)
+        elapsed_s = time.perf_counter() - start_s
+        return {
+            "step": self.step,
+            "train_loss": total / self.reader.num_steps,
+            "rows_per_s": rows / elapsed_s,
+            "reader_wait_share": batches.waited_s / elapsed_s,
+        }
+
+    @contextlib.contextmanager
+    def _pipeline(self) -> Iterator[TrainPipeline]:
+        """A pipeline for one epoch: evaluation must find the model as it is, with nothing in flight."""
+        if not pipelined(self.job):
+            yield TrainPipelineBase(self.job.task, self.optimizer, self.device)
+            return
+        pipeline = TrainPipelineSparseDist(self.job.task, self.optimizer, self.device)
+        yield pipeline
+        pipeline.detach()
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """Mean over steps and ranks.
+
+        Raises:
+            UserError: It is not a number; on all ranks.
+        """
+        total = torch.stack(losses).sum()
+        dist.all_reduce(total)
+        mean = total.item() / len(losses) / self.job.ranks.world_size
+        if not math.isfinite(mean):
+            kept = self.folder.checkpoint_path(self.best["step"]) if self.best else "none yet"
+            error = UserError(
+                f"The training loss is not finite at step {self.step}; last good checkpoint: {kept}",
+                received=mean,
+                fix="lower optimizer.sparse.learning_rate or optimizer.dense.learning_rate",
+            )
+            error.reported_by_rank_0 = True
+            raise error
+        return mean
+
+    def _evaluate(self, split: Split) -> scoring.Evaluation:
+        """Metrics of a split, on all ranks; rank 0 computes them."""
+        return broadcast(scoring.evaluate(self.job.task, self.data, self.data.reader(split)))
+
+    def _is_better(self, evaluation: dict[str, Any]) -> bool:
+        """Whether this epoch replaces the kept one; an undefined metric never beats a defined one."""
+        if not self.best or "valid" not in self.data.sets:
+            return True
+        new, old = evaluation[self.settings.monitor], self.best[self.settings.monitor]
+        if new is None or old is None:
+            return new is not None
+        return new < old if self.settings.monitor == "logloss" else new > old
+
+    def _keep(self, evaluation: dict[str, Any]) -> None:
+        """Checkpoint this epoch as the best one and drop the former one."""
+        former, self.best = self.best, evaluation
+        about = {"step": self.step, "epoch": evaluation["epoch"], "metrics": evaluation}
+        checkpoint.save(self.folder.checkpoint_path(self.step), self.job.task, self.job.encoder, about)
+        if former and self.folder.writes:
+            shutil.rmtree(self.folder.checkpoint_path(former["step"]))
+
+    def _finish(self, last: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate the best epoch on the test set and write metrics.json."""
+        final: dict[str, Any] = {"best_epoch": self.best["epoch"], "step": self.best["step"], "epochs": last["epoch"]}
+        final["rows_per_s"], final["reader_wait_share"] = last["rows_per_s"], last["reader_wait_share"]
+        if "valid" in self.data.sets:
+            final["valid"] = {k: v for k, v in self.best.items() if k in metrics.METRICS}
+        if "test" in self.data.sets:
+            if last["epoch"] != self.best["epoch"]:
+                checkpoint.load(self.folder.checkpoint_path(self.best["step"]), self.job.task, self.job.encoder)
+            tested = self._evaluate("test")
+            final["test"] = tested.metrics
+            final["calibration_curve"] = {"test": tested.calibration_curve}
+            elapsed_s = time.perf_counter() - self.start_s
+            self.reporter.evaluated("test", {**self.best, **tested.metrics, "elapsed_s": elapsed_s})
+        self.folder.write_json("metrics.json", final)
+        return final
+
+
+def pipelined(job: Job) -> bool:
+    """Whether the exchange of ids overlaps with the step before."""
+    return job.recipe.train.pipeline == "sparse_dist" or (
+        job.recipe.train.pipeline == "auto" and job.ranks.device.type == "cuda"
+    )

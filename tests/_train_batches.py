@@ -1,0 +1,98 @@
+"""Worker of the sharding tests: train a recipe's model on given global batches and save its whole weights.
+
+    torchrun --nproc-per-node N tests/_train_batches.py CONFIG.json
+
+Rank r of N takes the r-th slice of each global batch, cut unevenly when CONFIG says so. Rank 0 writes a plain
+{name: tensor} of every table, unpadded, and every dense weight.
+"""
+
+import json
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from recsys import recipe_file
+from recsys.data.batch import Batch
+from recsys.distributed import process_group
+from recsys.embedding import table_of_parameter
+from recsys.job import Job, assemble
+from recsys.schema import Layout
+from recsys.stack import require_stack
+
+
+def random_rows(layout: Layout, rows_of: dict[str, int], histories: list[str], num_rows: int, seed: int) -> dict:
+    """Ids, histories (some empty), one dense column and labels of one global batch, as plain lists."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: dict[str, list] = {}
+    lengths = torch.randint(0, 6, (num_rows,), generator=generator)
+    for name in (*layout.pooled, *layout.sequence):
+        draw = torch.randint(1, rows_of[name], (num_rows, 6), generator=generator).tolist()
+        ids[name] = [row[:length] for row, length in zip(draw, lengths.tolist(), strict=True)]
+        if name not in histories:
+            ids[name] = [row[0] for row in draw]
+    return {
+        "ids": ids,
+        "dense": torch.randn(num_rows, 1, generator=generator).tolist(),
+        "labels": torch.randint(0, 2, (num_rows,), generator=generator).tolist(),
+    }
+
+
+def whole_weights(job: Job) -> dict[str, torch.Tensor]:
+    """Every weight as one plain tensor on every rank; tables without their padding."""
+    weights = {}
+    for name, value in job.task.state_dict().items():
+        if hasattr(value, "local_shards"):
+            size = value.metadata().size
+            whole = torch.zeros(size) if dist.get_rank() == 0 else None
+            value.gather(0, whole)
+            value = whole
+        table = table_of_parameter(name)
+        if value is not None and table is not None:
+            value = value[:, : job.embeddings.inputs.table(table).dim + job.embeddings.extra_columns]
+        weights[name] = None if value is None else value.detach().clone()
+    return weights
+
+
+def slice_of(rows: dict, low: int, high: int) -> dict:
+    """Rows [low, high) of a global batch."""
+    return {
+        "ids": {name: values[low:high] for name, values in rows["ids"].items()},
+        "dense": rows["dense"][low:high],
+        "labels": rows["labels"][low:high],
+    }
+
+
+def main() -> None:
+    """Train and save as the configuration file says."""
+    require_stack()
+    config = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    recipe = recipe_file.parse(config["recipe"], config.get("overrides", []))
+    with process_group("cpu") as ranks:
+        layout, inputs = recipe.layout, recipe.inputs
+        rows_of = {name: inputs.table_of(name).rows for name in (*layout.pooled, *layout.sequence)}
+        job = assemble(recipe, ranks, encoder=None)
+        optimizer = job.optimizer()
+        before = whole_weights(job)
+        job.task.train()
+        for step in range(config["steps"]):
+            num_rows = config["global_rows"]
+            rows = random_rows(layout, rows_of, list(inputs.history_columns), num_rows, seed=step)
+            cuts = [0, *(config["cuts"] if ranks.world_size > 1 else []), num_rows]
+            mine = slice_of(rows, cuts[ranks.rank], cuts[ranks.rank + 1])
+            batch = Batch.from_lists(layout, mine["ids"], dense=mine["dense"], labels=mine["labels"])
+            batch.weights = torch.full((len(batch),), ranks.world_size / num_rows)
+            optimizer.zero_grad()
+            loss, _ = job.task(batch)
+            loss.backward()
+            optimizer.step()
+        after = whole_weights(job)
+        if ranks.rank == 0:
+            kinds = {t["name"]: t["kind"] for t in job.describe_plan()["tables"]}
+            torch.save({"before": before, "after": after, "kinds": kinds}, config["output"])
+
+
+if __name__ == "__main__":
+    main()
