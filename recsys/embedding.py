@@ -99,32 +99,34 @@ class Embeddings(nn.Module):
         return self.inputs.table_of(feature).dim + self.extra_columns
 
     def forward(
-        self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor
+        self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor, labels: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Vectors of every feature, padding removed.
 
         Args:
             pooled: ids of `layout.pooled`.
             sequence: ids of `layout.sequence`.
+            labels: (B,); tells B where the ids were padded with empty bags (`Batch.pad_bags`).
 
         Returns:
             One vector per row for every field, (B, width), an empty bag giving zeros; and for every unpooled
             history column (values (N, width), lengths (B,)), rows one after another. N is the number of events.
         """
+        num_rows = labels.shape[0]
         vectors: dict[str, Tensor] = {}
         events: dict[str, tuple[Tensor, Tensor]] = {}
         if self.pooled is not None:
             looked_up = self.pooled(pooled)
-            lengths = pooled.lengths().view(len(self.layout.pooled), -1)
+            lengths = pooled.lengths().view(len(self.layout.pooled), -1)[:, :num_rows]
             for index, name in enumerate(self.layout.pooled):
-                vector = looked_up[name][:, : self.width_of(name)]
+                vector = looked_up[name][:num_rows, : self.width_of(name)]
                 if name in self._means:
                     vector = vector / lengths[index].clamp(min=1).unsqueeze(1)
                 vectors[name] = vector
         for collection, names in zip(self.sequence, self._names_by_collection, strict=True):
             jagged = collection(sequence)
             for name in names:
-                values, lengths = jagged[name].values()[:, : self.width_of(name)], jagged[name].lengths()
+                values, lengths = jagged[name].values()[:, : self.width_of(name)], jagged[name].lengths()[:num_rows]
                 if name in self._histories:
                     events[name] = (values, lengths)
                 else:

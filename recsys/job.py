@@ -71,7 +71,11 @@ class Data:
         """
         self.recipe, self.encoder, self.ranks, self.labelled = recipe, encoder, ranks, labelled
         self.sets = {split: ParquetData(path) for split, path in (paths or recipe.paths).items()}
-        problems = [p for data in self.sets.values() for p in encoder.schema_problems(data.schema, str(data.path), labelled=labelled)]
+        problems = [
+            p
+            for data in self.sets.values()
+            for p in encoder.schema_problems(data.schema, str(data.path), labelled=labelled)
+        ]
         if problems:
             raise UserError.collect("The data does not fit the recipe", problems)
         for split, data in self.sets.items():
@@ -109,8 +113,11 @@ class Data:
 
     def _encoded(self, reader: Reader, epoch: int) -> Iterator[Batch]:
         for step, (table, rows) in enumerate(reader.iterate(epoch)):
+            by_rank = reader.rows_by_rank(step)
             batch = self.encoder.encode(table, rows, labelled=self.labelled)
-            batch.weights = torch.full((len(batch),), self.ranks.world_size / max(reader.global_rows(step), 1))
+            batch.weights = torch.full((len(batch),), self.ranks.world_size / sum(by_rank))
+            if self.ranks.world_size > 1:
+                batch.pad_bags(max(by_rank))
             yield batch
 
 

@@ -6,6 +6,7 @@ Rank r of N takes the r-th slice of each global batch, cut unevenly when CONFIG 
 {name: tensor} of every table, unpadded, and every dense weight.
 """
 
+import itertools
 import json
 import pathlib
 import sys
@@ -83,7 +84,9 @@ def main() -> None:
             cuts = [0, *(config["cuts"] if ranks.world_size > 1 else []), num_rows]
             mine = slice_of(rows, cuts[ranks.rank], cuts[ranks.rank + 1])
             batch = Batch.from_lists(layout, mine["ids"], dense=mine["dense"], labels=mine["labels"])
+            batch.dense = batch.dense.view(len(batch), 1)  # a list of no rows does not say how many columns it has
             batch.weights = torch.full((len(batch),), ranks.world_size / num_rows)
+            batch.pad_bags(max(high - low for low, high in itertools.pairwise(cuts)))
             optimizer.zero_grad()
             loss, _ = job.task(batch)
             loss.backward()

@@ -186,7 +186,12 @@ def test_a_run_explains_itself_and_is_read_back_on_another_number_of_ranks(data,
     done = recsys("train", write(recipe(data)), "--run", str(run), ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     names = "recipe.yaml plan.json environment.json metrics.jsonl metrics.json train_loss.jsonl report.html log.txt"
-    assert {path.name for path in run.iterdir()} >= set(names.split()) | {"loss.png", "auc.png", "calibration.png", "plan.png"}
+    assert {path.name for path in run.iterdir()} >= set(names.split()) | {
+        "loss.png",
+        "auc.png",
+        "calibration.png",
+        "plan.png",
+    }
     final = json.loads((run / "metrics.json").read_text())
     assert final["test"]["auc"] > 0.65, "the synthetic truth was not found"
     plan = json.loads((run / "plan.json").read_text())

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -55,6 +56,14 @@ class Batch(Pipelineable):
     def pin_memory(self) -> "Batch":
         """The batch in page-locked memory, for copies that overlap with work."""
         return Batch(**{f.name: getattr(self, f.name).pin_memory() for f in dataclasses.fields(self)})
+
+    def pad_bags(self, num_rows: int) -> None:
+        """Give the id features empty bags up to `num_rows` rows; everything else keeps its B rows.
+
+        Row-wise tables exchange equally many rows with every rank, so all ranks pad to the largest of them.
+        """
+        self.pooled = _with_empty_bags(self.pooled, num_rows - len(self))
+        self.sequence = _with_empty_bags(self.sequence, num_rows - len(self))
 
     @classmethod
     def from_jagged(
@@ -130,6 +139,15 @@ class Batch(Pipelineable):
             dense=None if dense is None else torch.tensor(dense, dtype=torch.float32),
             labels=None if labels is None else torch.tensor(labels, dtype=torch.float32),
         )
+
+
+def _with_empty_bags(features: KeyedJaggedTensor, num_more: int) -> KeyedJaggedTensor:
+    if num_more == 0 or not features.keys():
+        return features
+    lengths = features.lengths().view(len(features.keys()), -1)
+    return KeyedJaggedTensor(
+        keys=features.keys(), values=features.values(), lengths=F.pad(lengths, (0, num_more)).flatten()
+    )
 
 
 def _keyed(names: Sequence[str], jagged: Mapping[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:

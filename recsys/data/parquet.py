@@ -49,14 +49,13 @@ class ParquetData:
         self.files, self.skipped = _list_files(self.path)
         self.row_groups: list[RowGroup] = []
         self.num_rows = 0
+        self.schema = pa.schema([])
         self._metadata: list[pq.FileMetaData] = []
         for number, file in enumerate(self.files):
             with _reading(file), pq.ParquetFile(file) as opened:
                 metadata, schema = opened.metadata, opened.schema_arrow
             schema = pa.schema([(field.name, _plain(field.type)) for field in schema])
-            if number == 0:
-                self.schema = schema
-            _require_agreement(self.files[0], self.schema, file, schema)
+            self.schema = _merged(self.schema, schema, file) if number else schema
             self._metadata.append(metadata)
             for index in range(metadata.num_row_groups):
                 self.row_groups.append(RowGroup(number, index, self.num_rows, metadata.row_group(index).num_rows))
@@ -115,19 +114,32 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return pa.list_(_plain(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
-def _require_agreement(first: pathlib.Path, expected: pa.Schema, file: pathlib.Path, found: pa.Schema) -> None:
-    problems = []
+def _merged(expected: pa.Schema, found: pa.Schema, file: pathlib.Path) -> pa.Schema:
+    """The schema of the files so far with that of one more; columns, or lists, of nulls only fit any type."""
+    fields, problems = [], []
     for name in dict.fromkeys([*expected.names, *found.names]):
-        old, new = (
-            ", ".join(str(schema.field(i).type) for i in schema.get_all_field_indices(name)) or "nothing"
-            for schema in (expected, found)
-        )
-        if old != new:
-            problems.append(f"column {name!r} is {old} in {first.name!r} and {new} in {file.name!r}")
+        old, new = ([schema.field(i).type for i in schema.get_all_field_indices(name)] for schema in (expected, found))
+        kinds = [_merged_type(*pair) for pair in zip(old, new, strict=False)]
+        if len(old) != len(new) or None in kinds:
+            before, now = (", ".join(map(str, types)) or "nothing" for types in (old, new))
+            problems.append(f"column {name!r} is {now} in {file.name!r} and {before} in the files before it")
+        fields += [(name, kind) for kind in kinds]
     if problems:
         raise UserError.collect(
             f"The files in {str(file.parent)!r} disagree", problems, fix="give all files the same columns and types"
         )
+    return pa.schema(fields)
+
+
+def _merged_type(old: pa.DataType, new: pa.DataType) -> pa.DataType | None:
+    if old == new or pa.types.is_null(new):
+        return old
+    if pa.types.is_null(old):
+        return new
+    if old.id == new.id and (pa.types.is_list(old) or pa.types.is_large_list(old)):
+        value = _merged_type(old.value_type, new.value_type)
+        return value and (pa.list_(value) if pa.types.is_list(old) else pa.large_list(value))
+    return None
 
 
 class Piece(NamedTuple):

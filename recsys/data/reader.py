@@ -6,6 +6,7 @@ in the middle, without reading data, and no rank ever waits for another because 
 
 import collections
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -99,11 +100,11 @@ class Reader:
         self.num_rows = self._last - self._first
         self.num_steps = -(-data.num_rows // (world_size * batch_size))
 
-    def global_rows(self, step: int) -> int:
-        """Rows of all ranks together in a step."""
-        num_rows, num_longer = divmod(self.data.num_rows, self.world_size)
-        longer, shorter = (self._before(n, step + 1) - self._before(n, step) for n in (num_rows + 1, num_rows))
-        return num_longer * longer + (self.world_size - num_longer) * shorter
+    def rows_by_rank(self, step: int) -> list[int]:
+        """Rows of each rank in a step, known everywhere without a message."""
+        bounds = [self.data.num_rows * rank // self.world_size for rank in range(self.world_size + 1)]
+        shares = [last - first for first, last in itertools.pairwise(bounds)]
+        return [self._before(share, step + 1) - self._before(share, step) for share in shares]
 
     def order(self, epoch: int) -> Iterator[np.ndarray]:
         """Positions in the data set of this rank's rows as `iterate` yields them, window by window; reads nothing."""

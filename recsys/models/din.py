@@ -71,7 +71,7 @@ class DIN(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B,); B may be 0. A row whose histories are all empty is scored by its other inputs alone."""
-        vectors, events = self.embeddings(batch.pooled, batch.sequence)
+        vectors, events = self.embeddings(batch.pooled, batch.sequence, batch.labels)
         parts = [vectors[name] for name in _fields(self.inputs)]
         for history, interest in zip(self.inputs.histories, self.interests, strict=True):
             columns = [events[column] for column in history.of]
