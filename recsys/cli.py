@@ -59,7 +59,11 @@ def check(recipe: RecipePath, overrides: Overrides = None) -> None:
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    run: Annotated[str | None, typer.Option(help="Run folder; default: runs/RECIPE-DATE-TIME.")] = None,
+    run: Annotated[
+        str | None,
+        # torchrun takes `--run` behind `-m recsys train` for a short form of its own `--run-path`
+        typer.Option("--run-dir", "--run", help="Run folder; default: runs/RECIPE-DATE-TIME."),
+    ] = None,
 ) -> None:
     """Train, evaluate every epoch, keep the best one and write a report."""
     _require_stack()
@@ -161,8 +165,10 @@ def _print_metrics(by_split: dict[str, dict[str, float | None]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("data", *(key for key in next(iter(by_split.values()))))
-    for split, values in by_split.items():
-        cells = ("undefined" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values.values())
-        table.add_row(split, *cells)
+    table = Table("metric", *by_split)
+    for name in next(iter(by_split.values())):
+        values = [found[name] for found in by_split.values()]
+        table.add_row(
+            name, *("undefined" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values)
+        )
     Console().print(table)

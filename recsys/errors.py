@@ -25,18 +25,18 @@ class UserError(ValueError):
 
     def __init__(self, what: str, *, received: object = None, allowed: object = None, fix: str | None = None) -> None:
         self.what, self.received, self.allowed, self.fix = what, received, allowed, fix
-        parts = [what.rstrip(".") + "."]
+        text = what if what.endswith("?") else what.rstrip(".") + "."
         for title, value in (("Received", received), ("Allowed", allowed), ("Do", fix)):
             if value is not None:
-                parts.append(f"{title}: {value if isinstance(value, str) else repr(value)}.")
-        super().__init__(" ".join(part.replace("..", ".") if part.endswith("..") else part for part in parts))
+                shown = value if isinstance(value, str) else repr(value)
+                text += f" {title}: {shown.rstrip('.')}."
+        super().__init__(text)
 
     @classmethod
-    def collect(cls, title: str, problems: "list[str]", fix: str | None = None) -> "UserError":
-        """One error that lists every problem on a line of its own."""
-        return cls(
-            "\n  - ".join([f"{title} ({len(problems)} problem{'s' * (len(problems) != 1)}):", *problems]), fix=fix
-        )
+    def collect(cls, title: str, problems: list[str], fix: str | None = None) -> "UserError":
+        """One error that lists every problem on a line of its own, and last what to do."""
+        count = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
+        return cls("\n  - ".join([f"{title} ({count}):", *problems]) + (f"\n  Do: {fix}" if fix else ""))
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from recsys import checkpoint, scoring
 from recsys.data.parquet import ParquetData
 from recsys.distributed import broadcast, process_group
-from recsys.errors import UserError
 from recsys.encoder import Encoder
+from recsys.errors import UserError
 from recsys.job import Data, assemble
 from recsys.run_folder import RunFolder
 

@@ -20,24 +20,29 @@ from recsys.schema import Field, History, Inputs, Layout, Pooling, Table
 RESERVED_ROWS = 3
 """Rows in front of every table: 0 padding (never looked up), 1 missing, 2 unknown. `recsys.ids` documents them."""
 
-_RANGE = re.compile(r"^(.*?)(\d+)\.\.(.*?)(\d+)$")
+_RANGE = re.compile(r"(.*?)(\d+)\.\.(.*?)(\d+)")
 
 
 class _Settings(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def _expand_columns(value: object) -> object:
-    """Write out ranges: `C1..C3` means C1, C2, C3."""
-    if not isinstance(value, list):
+    """Write out ranges: `C1..C3` means C1, C2, C3; `C08..C10` keeps its zeros."""
+    if not isinstance(value, list | tuple):
         return value
     columns: list[object] = []
     for item in value:
-        match = _RANGE.match(item) if isinstance(item, str) else None
-        if match and match[1] == match[3]:
-            columns += [f"{match[1]}{i}" for i in range(int(match[2]), int(match[4]) + 1)]
-        else:
+        if not isinstance(item, str) or ".." not in item:
             columns.append(item)
+            continue
+        match = _RANGE.fullmatch(item)
+        if not match or match[1] != match[3] or int(match[2]) > int(match[4]):
+            raise ValueError(f"{item!r} is no range of columns. Allowed: one name counted upwards, such as C1..C26")
+        width = len(match[2]) if match[2].startswith("0") else 0
+        columns += [f"{match[1]}{i:0{width}}" for i in range(int(match[2]), int(match[4]) + 1)]
     return tuple(columns)
 
 
@@ -225,12 +230,8 @@ class Recipe(_Settings):
         return self
 
     def _problems(self) -> Iterator[str]:
-        targets = self.id_columns
-        names = [
-            *targets,
-            *(c for f in self.features if isinstance(f, HistoryFeature) for c in f.of),
-            *self.dense_columns,
-        ]
+        names = [c for f in self.features for c in (f.of if isinstance(f, HistoryFeature) else f.columns)]
+        targets = [c for f in self.features if isinstance(f, IdFeature) for c in f.columns]
         for name in sorted({n for n in names if names.count(n) > 1}):
             yield f"features: column {name!r} is declared {names.count(name)} times. Do: declare it once"
         for feature in self.features:
@@ -242,7 +243,10 @@ class Recipe(_Settings):
                     )
         if self.data.label in names:
             yield f"features: the label {self.data.label!r} must not be a feature. Do: remove it from `features`"
-        used = set(targets.values())
+        used = set(self.id_columns.values())
+        for name in sorted(used):
+            if name == "default" or "." in name:
+                yield f"features: no table can be called {name!r}. Do: give that column another `table`"
         for name in self.tables:
             if name != "default" and name not in used:
                 yield f"tables.{name}: no feature uses this table. Allowed: {sorted(used)}.{nearest(name, used)}"

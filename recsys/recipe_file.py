@@ -4,14 +4,14 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 import yaml
 
 from recsys.errors import UserError, nearest
 from recsys.models.config import ModelConfig
-from recsys.recipe import HistoryFeature, IdFeature, IdListFeature, NumberFeature, Recipe, TableSettings
+from recsys.recipe import Feature, Recipe, TableSettings
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -48,7 +48,7 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> R
     try:
         return Recipe.model_validate(raw)
     except pydantic.ValidationError as error:
-        problems = [line for e in error.errors() for line in _describe(e, raw)]
+        problems = [line for e in error.errors() for line in _describe(e)]
         raise UserError.collect(f"{source} has problems", problems) from None
 
 
@@ -56,7 +56,8 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: `1e-3` is a number, a key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        merge = "tag:yaml.org,2002:merge"  # `<<: *anchor` is no key of its own.
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
@@ -84,7 +85,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
             node = node[int(part)]
         elif isinstance(node, dict):
-            node = node.setdefault(part, {})
+            node[part] = {} if node.get(part) is None else node[part]
+            node = node[part]
         else:
             node = None
         if node is None:
@@ -99,12 +101,17 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         )
 
 
-def _describe(error: Any, raw: Any) -> list[str]:
+def _describe(error: Any) -> list[str]:
     """Our sentences for one pydantic error: key, what is wrong, received, allowed."""
-    location = [part for part in error["loc"] if part not in _UNION_TAGS]
+    tag_at = _TAG_AT.get(error["loc"][0]) if error["loc"] else None
+    location = [part for index, part in enumerate(error["loc"]) if index != tag_at]
     key = ".".join(str(part) for part in location)
     if error["type"] == "value_error" and not location:
         return str(error["ctx"]["error"]).splitlines()
+    if error["type"] == "value_error":
+        return [f"{key}: {error['ctx']['error']}"]
+    if error["type"] == "too_short" and error["input"]:
+        return []  # Items were given, and each is reported by itself.
     if error["type"] == "extra_forbidden":
         allowed = _allowed_keys(error["loc"])
         return [f"{key}: unknown key. Allowed: {sorted(allowed)}.{nearest(str(location[-1]), allowed)}"]
@@ -120,21 +127,25 @@ def _describe(error: Any, raw: Any) -> list[str]:
     return [f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}. Received: {shown}"]
 
 
-_UNION_TAGS = {"deepfm", "din", "id", "id_list", "history", "number"}
+_TAG_AT = {"model": 1, "features": 2}
+"""Where pydantic puts the `name` or `kind` of the chosen class into an error's path, by the path's first part."""
 
 
 def _allowed_keys(location: tuple[Any, ...]) -> list[str]:
     """Keys that may stand where an unknown one was found, by walking the models along its path."""
-    node: Any = Recipe
-    by_tag = {
-        cls.model_fields["kind"].annotation.__args__[0]: cls
-        for cls in (IdFeature, IdListFeature, HistoryFeature, NumberFeature)
-    }
-    by_tag |= {cls().name: cls for cls in ModelConfig.__args__[0].__args__}
-    for part in location[:-1]:
-        if part in by_tag:
+    classes = [*get_args(get_args(Feature)[0]), *get_args(get_args(ModelConfig)[0])]
+    tags = [_annotation(cls, "kind") or _annotation(cls, "name") for cls in classes]
+    by_tag = {get_args(tag)[0]: cls for tag, cls in zip(tags, classes, strict=True)}
+    node: type[pydantic.BaseModel] = Recipe
+    for index, part in enumerate(location[:-1]):
+        if index == _TAG_AT.get(location[0]):
             node = by_tag[part]
-        elif isinstance(node, type) and part in node.model_fields:
-            annotation = node.model_fields[part].annotation
-            node = TableSettings if part == "tables" else annotation if isinstance(annotation, type) else node
-    return list(node.model_fields) if isinstance(node, type) and issubclass(node, pydantic.BaseModel) else []
+        elif part == "tables":
+            node = TableSettings
+        elif isinstance(found := _annotation(node, part), type(pydantic.BaseModel)):
+            node = found
+    return list(node.model_fields)
+
+
+def _annotation(model: type[pydantic.BaseModel], name: Any) -> Any:
+    return model.model_fields[name].annotation if name in model.model_fields else None

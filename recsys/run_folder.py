@@ -114,7 +114,7 @@ def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
             file.write(recipe.to_yaml())
     except FileExistsError as error:
         raise UserError(
-            f"The run folder {str(folder)!r} already belongs to a run", fix="name another one with --run"
+            f"The run folder {str(folder)!r} already belongs to a run", fix="name another one with --run-dir"
         ) from error
     except OSError as error:
         raise UserError(f"The run folder {str(folder)!r} cannot be written", received=str(error)) from error

@@ -16,8 +16,8 @@ from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase
 
 from recsys import checkpoint, metrics, report, scoring
 from recsys.distributed import broadcast, process_group
-from recsys.errors import UserError
 from recsys.encoder import Encoder
+from recsys.errors import UserError
 from recsys.job import Data, Job, assemble
 from recsys.progress import Reporter
 from recsys.recipe import Recipe, Split

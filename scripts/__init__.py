@@ -1,0 +1,1 @@
+"""Thin runners: `python -m scripts.NAME` from the root of a checkout. Nothing imports them."""

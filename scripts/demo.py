@@ -1,4 +1,4 @@
-"""The 30-second proof: prepare MovieLens-100K, train DIN and DeepFM on two ranks with row-wise tables, one table of results.
+"""MovieLens-100K from download to results: DIN and DeepFM on two ranks with row-wise tables, in one table.
 
 Run as `python -m scripts.demo` (or `make demo`, which also does the set-up).
 """
@@ -24,7 +24,7 @@ def main() -> None:
     for model in _MODELS:
         run = pathlib.Path("runs") / f"demo-{model}-{stamp}"
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS))
-        _run(*launcher, "-m", "recsys", "train", f"models/{model}/movielens-100k.yaml", "--run", str(run))
+        _run(*launcher, "-m", "recsys", "train", f"models/{model}/movielens-100k.yaml", "--run-dir", str(run))
         metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
         test = metrics["test"]
         scores = (f"{test[key]:.4f}" for key in ("auc", "gauc", "logloss"))

@@ -71,7 +71,7 @@ def main() -> None:
 
 def _train(recipe: pathlib.Path, seed: int, ranks: int, run: pathlib.Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "recsys", "train", str(recipe), f"train.seed={seed}", "--run", str(run)]
+    command += ["-m", "recsys", "train", str(recipe), f"train.seed={seed}", "--run-dir", str(run)]
     if subprocess.run(command).returncode:
         sys.exit(f"training of seed {seed} failed")
     return {name: json.loads((run / f"{name}.json").read_text(encoding="utf-8")) for name in ("metrics", "environment")}

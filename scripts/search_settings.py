@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="key=value that hold for all trials")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     space = yaml.safe_load(arguments.space.read_text(encoding="utf-8"))
     draw = random.Random(arguments.seed)
     trials = [{key: draw.choice(values) for key, values in space.items()} for _ in range(arguments.trials)]
@@ -46,7 +46,7 @@ def _try(recipe: pathlib.Path, trial: dict[str, Any], overrides: list[str]) -> d
         settings = [f"{key}={json.dumps(value)}" for key, value in trial.items()]
         command = [sys.executable, "-m", "recsys", "train", str(recipe), *overrides, *settings, "data.test=null"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        found = subprocess.run([*command, "--run", str(run)], capture_output=True, text=True, env=environment)
+        found = subprocess.run([*command, "--run-dir", str(run)], capture_output=True, text=True, env=environment)
         if found.returncode:
             return {"settings": trial, "error": found.stderr[-500:]}
         metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))

@@ -13,7 +13,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from recsys import recipe_file
 from recsys.data.batch import Batch

@@ -1,6 +1,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ HARD_LIMIT_S = 120
 SURFACE = {
     "prepare": {"--output", "--source"},
     "check": set(),
-    "train": {"--run"},
+    "train": {"--run", "--run-dir"},
     "evaluate": {"--data", "--json"},
     "predict": {"--data", "--output"},
     "doctor": set(),
@@ -40,7 +41,18 @@ def recsys(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
 def data(tmp_path_factory) -> pathlib.Path:
     """A prepared synthetic data set with a signal that a model can find."""
     folder = tmp_path_factory.mktemp("data") / "synthetic"
-    done = recsys("prepare", "synthetic", "rows=12000", "users=300", "items=200", "seed=3", "--output", str(folder))
+    done = recsys(
+        "prepare",
+        "synthetic",
+        "rows=12000",
+        "users=50",
+        "items=60",
+        "main=1.5",
+        "match=4",
+        "seed=3",
+        "--output",
+        str(folder),
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -48,14 +60,15 @@ def data(tmp_path_factory) -> pathlib.Path:
 def recipe(data: pathlib.Path, **changes: object) -> dict:
     found = {
         "model": {"name": "din", "hidden": [16], "attention_hidden": [8]},
-        "data": {split: str(data / split) for split in ("train", "valid", "test")} | {"group": "user_id"},
+        "data": {split: str(data / split) for split in ("train", "valid", "test")}
+        | {"group": "user_id", "batch_size_per_rank": 128},
         "features": [
             {"kind": "id", "columns": ["user_id", "item_id", "category_id"]},
             {"kind": "history", "of": {"history_item_id": "item_id", "history_category_id": "category_id"}},
-            {"kind": "number", "columns": ["number_0"]},
+            {"kind": "number", "columns": ["number_1"]},
         ],
         "tables": {"default": {"dim": 8, "rows": 1000, "sharding": "row_wise"}},
-        "train": {"epochs": 2},
+        "train": {"epochs": 4},
     }
     return found | changes
 
@@ -85,7 +98,8 @@ def test_the_command_surface_is_frozen():
 
 
 def test_help_and_recipes_load_neither_torch_nor_arrow():
-    code = "import sys, recsys.cli, recsys.recipe_file; print(sorted({'torch', 'torchrec', 'pyarrow', 'pandas'} & set(sys.modules)))"
+    heavy = {"torch", "torchrec", "pyarrow", "pandas"}
+    code = f"import sys, recsys.cli, recsys.recipe_file; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -112,11 +126,11 @@ def set_value(name: str, row: int, value: object):
     ("case", "words"),
     [
         ("key", ["model.hiden", "unknown key", "'hidden'"]),
-        ("column", ["numbr_0", "'number_0'"]),
+        ("column", ["numbr_1", "'number_1'"]),
         ("unreadable", ["part.parquet"]),
         ("absent", ["nowhere"]),
         ("id", ["item_id", "row 5003", "70000", "0..999"]),
-        ("nan", ["number_0", "row 77", "nan"]),
+        ("nan", ["number_1", "row 77", "nan"]),
     ],
 )
 def test_a_mistake_ends_in_one_error_before_training(data, tmp_path, write, case, words):
@@ -124,7 +138,7 @@ def test_a_mistake_ends_in_one_error_before_training(data, tmp_path, write, case
     if case == "key":
         content["model"] = {"name": "din", "hiden": [3]}
     if case == "column":
-        content["features"][2] = {"kind": "number", "columns": ["numbr_0"]}
+        content["features"][2] = {"kind": "number", "columns": ["numbr_1"]}
     if case == "unreadable":
         (tmp_path / "broken").mkdir()
         (tmp_path / "broken" / "part.parquet").write_bytes(b"PAR1 this is no parquet file")
@@ -135,11 +149,11 @@ def test_a_mistake_ends_in_one_error_before_training(data, tmp_path, write, case
         content["tables"]["item_id"] = {"ids": "exact", "rows": 1000}
         content["data"]["train"] = str(corrupt(data, tmp_path / "bad", set_value("item_id", 5003, 70000)))
     if case == "nan":
-        content["data"]["train"] = str(corrupt(data, tmp_path / "bad", set_value("number_0", 77, float("nan"))))
-    done = recsys("train", write(content), "--run", str(tmp_path / "run"))
+        content["data"]["train"] = str(corrupt(data, tmp_path / "bad", set_value("number_1", 77, float("nan"))))
+    done = recsys("train", write(content), "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("Error: ") == 1
+    assert len(re.findall("^Error: ", done.stderr, re.M)) == 1
     for word in words:
         assert word in done.stderr
     assert not (tmp_path / "run").exists()
@@ -147,7 +161,8 @@ def test_a_mistake_ends_in_one_error_before_training(data, tmp_path, write, case
 
 def test_check_lists_all_problems_at_once_and_needs_no_torchrec(data, tmp_path, write):
     content = recipe(data)
-    content["features"][2] = {"kind": "number", "columns": ["numbr_0", "number_1", "history_item_id"]}
+    content["model"] = {"name": "deepfm", "hidden": [4]}
+    content["features"][1:] = [{"kind": "number", "columns": ["numbr_1", "history_item_id"]}]
     content["data"]["valid"] = str(tmp_path / "nowhere")
     for module in ("torchrec", "fbgemm_gpu"):
         (tmp_path / "block" / module).mkdir(parents=True)
@@ -162,7 +177,7 @@ def test_check_lists_all_problems_at_once_and_needs_no_torchrec(data, tmp_path, 
     )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    for word in ("numbr_0", "history_item_id", "nowhere"):
+    for word in ("numbr_1", "history_item_id", "nowhere"):
         assert word in done.stderr
 
 
@@ -172,9 +187,9 @@ def test_a_bad_id_on_one_rank_ends_all_ranks_with_one_error(data, tmp_path, writ
     content["tables"]["item_id"] = {"ids": "exact", "rows": 1000}
     rows = pq.read_table(data / "train").num_rows
     content["data"]["train"] = str(corrupt(data, tmp_path / "bad", set_value("item_id", rows - 2, -1)))
-    done = recsys("train", write(content), "--run", str(tmp_path / "run"), ranks=2)
+    done = recsys("train", write(content), "--run-dir", str(tmp_path / "run"), ranks=2)
     assert done.returncode != 0
-    assert done.stderr.count("Error: ") == 1
+    assert len(re.findall("^Error: ", done.stderr, re.M)) == 1
     for word in ("rank 1 of 2", "item_id", f"row {rows - 2}", "-1"):
         assert word in done.stderr
     assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("Error: ")[1].split("\n")[0]
@@ -183,7 +198,7 @@ def test_a_bad_id_on_one_rank_ends_all_ranks_with_one_error(data, tmp_path, writ
 @pytest.mark.dist
 def test_a_run_explains_itself_and_is_read_back_on_another_number_of_ranks(data, tmp_path, write):
     run = tmp_path / "run"
-    done = recsys("train", write(recipe(data)), "--run", str(run), ranks=2)
+    done = recsys("train", write(recipe(data)), "--run-dir", str(run), ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     names = "recipe.yaml plan.json environment.json metrics.jsonl metrics.json train_loss.jsonl report.html log.txt"
     assert {path.name for path in run.iterdir()} >= set(names.split()) | {
@@ -225,7 +240,7 @@ def test_a_run_explains_itself_and_is_read_back_on_another_number_of_ranks(data,
 def test_a_used_run_folder_is_refused(data, tmp_path, write):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("mine")
-    done = recsys("train", write(recipe(data)), "--run", str(tmp_path / "run"))
+    done = recsys("train", write(recipe(data)), "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 2
     assert "already belongs to a run" in done.stderr
     assert (tmp_path / "run" / "recipe.yaml").read_text() == "mine"

@@ -7,6 +7,11 @@ import pytest
 import torch
 import yaml
 
+from recsys import models, recipe_file
+from recsys.data.batch import Batch
+from recsys.embedding import table_of_parameter
+from tests._train_batches import random_rows
+
 WORKER = pathlib.Path(__file__).parent / "_train_batches.py"
 HARD_LIMIT_S = 120
 
@@ -67,3 +72,62 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path, model, cut):
     assert_close(one["after"], two["after"])
     for name, value in one["after"].items():
         assert name.endswith("bias") or not torch.equal(one["before"][name], value), f"{name} never moved"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
+def test_one_step_changes_the_rows_that_were_looked_up_and_no_others(tmp_path, sharding):
+    text = recipe("din", sharding)
+    found = train(tmp_path, 2, text, steps=1)
+    assert set(found["kinds"].values()) == {sharding}
+    parsed = recipe_file.parse(text)
+    layout, inputs = parsed.layout, parsed.inputs
+    rows_of = {name: inputs.table_of(name).rows for name in (*layout.pooled, *layout.sequence)}
+    ids = random_rows(layout, rows_of, list(inputs.history_columns), 32, seed=0)["ids"]
+    for table in inputs.tables:
+        seen = {
+            row
+            for name, values in ids.items()
+            if inputs.table_of(name) == table
+            for value in values
+            for row in (value if isinstance(value, list) else [value])
+        }
+        (name,) = [n for n in found["after"] if table_of_parameter(n) == table.name]
+        changed = (found["after"][name] != found["before"][name]).any(1).nonzero().flatten().tolist()
+        assert set(changed) == seen
+        assert table.name == "city" or len(seen) < table.rows, "a test in which every row was looked up"
+
+
+@pytest.mark.dist
+def test_the_tables_follow_plain_rowwise_adagrad_of_their_unpadded_width(tmp_path):
+    """Width 5 with its first-order weight is stored as 8; the update must be the one of the formula for 6 columns."""
+    text = recipe("deepfm", "row_wise", eps=1e-3).replace("dim: 3", "dim: 5")
+    found = train(tmp_path, 1, text, steps=3)
+    parsed = recipe_file.parse(text)
+    torch.manual_seed(parsed.train.seed)
+    model = models.build(parsed.inputs, parsed.model)
+    model.load_state_dict(
+        {
+            name: torch.nn.functional.pad(value, (0, state.shape[1] - value.shape[1])) if state.dim() == 2 else value
+            for name, state in model.state_dict().items()
+            for value in [found["before"]["model." + name]]
+        }
+    )
+    tables = {n: p for n, p in model.named_parameters() if table_of_parameter(n)}
+    dense = torch.optim.Adam([p for n, p in model.named_parameters() if n not in tables], lr=0.01)
+    squares = {name: torch.zeros(len(table)) for name, table in tables.items()}
+    rows_of = {name: parsed.inputs.table_of(name).rows for name in parsed.layout.pooled}
+    for step in range(3):
+        rows = random_rows(parsed.layout, rows_of, list(parsed.inputs.history_columns), 32, seed=step)
+        batch = Batch.from_lists(parsed.layout, rows["ids"], dense=rows["dense"], labels=rows["labels"])
+        model.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels).backward()
+        dense.step()
+        with torch.no_grad():
+            for name, table in tables.items():
+                gradient = table.grad[:, :6]  # 5 columns of the vector and the first-order weight
+                squares[name] += gradient.square().mean(1)
+                table[:, :6] -= 0.1 * gradient / (squares[name].sqrt() + 1e-3).unsqueeze(1)
+    for name, value in model.state_dict().items():
+        width = found["after"]["model." + name].shape[-1] if value.dim() == 2 else None
+        assert (value[..., :width] - found["after"]["model." + name]).abs().max() < 1e-5, name

@@ -14,7 +14,7 @@ from recsys.errors import UserError
 
 _READ_ROWS = 65_536
 """Rows decoded at once: large reads are quicker than small ones."""
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
 """Bytes of a column read at once, so that a huge row group is never held in memory as a whole."""
 
 
@@ -69,7 +69,9 @@ class ParquetData:
 
     def open(self, number: int) -> pq.ParquetFile:
         """File number `number`, without reading its metadata again; the caller closes it."""
-        return pq.ParquetFile(self.files[number], metadata=self._metadata[number], buffer_size=_READ_BYTES)
+        return pq.ParquetFile(
+            self.files[number], metadata=self._metadata[number], buffer_size=_READ_BYTES, pre_buffer=False
+        )
 
 
 def _list_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[str]]:
@@ -125,9 +127,8 @@ def _merged(expected: pa.Schema, found: pa.Schema, file: pathlib.Path) -> pa.Sch
             problems.append(f"column {name!r} is {now} in {file.name!r} and {before} in the files before it")
         fields += [(name, kind) for kind in kinds]
     if problems:
-        raise UserError.collect(
-            f"The files in {str(file.parent)!r} disagree", problems, fix="give all files the same columns and types"
-        )
+        title = f"The files in {str(file.parent)!r} must have the same columns and types, but disagree"
+        raise UserError.collect(title, problems)
     return pa.schema(fields)
 
 
@@ -177,8 +178,9 @@ class Decoder:
             self._file.close()
 
     def _read(self, piece: Piece) -> Iterator[pa.Table]:
-        if self._group != piece.group or self._row > piece.skip:
+        if self._group != piece.group:
             self._seek(piece.group)
+        assert self._row <= piece.skip, "pieces of one row group come in their order"
         last = piece.skip + piece.num_rows
         while self._row < last:
             if not self._rest.num_rows:

@@ -23,7 +23,9 @@ from recsys.errors import UserError, nearest
 __all__ = ["ParquetData", "Prefetcher", "Reader"]
 
 _WINDOW_ROWS = 65_536
-"""Rows taken together where nothing is shuffled."""
+"""Rows of a window where nothing is shuffled."""
+_BLOCK_ROWS = 32_768
+"""Rows taken out of a window at once."""
 _POLL_S = 0.1
 """How long a background thread takes to notice that nobody wants its items any more."""
 
@@ -42,12 +44,6 @@ class _Window(NamedTuple):
         """Position in the data set of each row, in the order in which rows leave the window."""
         rows = np.concatenate([np.arange(p.position, p.position + p.num_rows) for p in self.pieces])
         return rows if self.permutation is None else rows[self.permutation]
-
-    def rows(self, table: pa.Table, first: int, last: int) -> pa.Table:
-        """Rows number `first` to `last` that leave the window, out of all its rows in the pieces' order."""
-        if self.permutation is None:
-            return table.slice(first, last - first)
-        return table.take(pa.array(self.permutation[first:last]))
 
 
 class Reader:
@@ -120,26 +116,38 @@ class Reader:
         Raises:
             UserError: A file cannot be read to its end.
         """
-        windows = self._windows(epoch)
-        window, table, positions = _Window(0, 0, (), None), None, np.zeros(0, dtype=np.int64)
         done = self._before(self.num_rows, start_step)
-        with contextlib.closing(Decoder(self.data, self.schema)) as decoder:
+        table, positions = self.schema.empty_table(), np.zeros(0, dtype=np.int64)
+        with contextlib.closing(self._blocks(epoch, done)) as blocks:
             for step in range(start_step, self.num_steps):
-                end = self._before(self.num_rows, step + 1)
+                missing = self._before(self.num_rows, step + 1) - self._before(self.num_rows, step)
                 tables, rows = [], [positions[:0]]
-                while done < end:
-                    if done >= window.end:
-                        window, table = next(windows), None  # The old window is freed before the next is read.
-                        continue
-                    if table is None:
-                        table, positions = decoder.read(window.pieces), window.positions()
-                        table = table if window.permutation is None else table.combine_chunks()
-                    first, last = done - window.start, min(end, window.end) - window.start
-                    tables.append(window.rows(table, first, last))
-                    rows.append(positions[first:last])
-                    done = window.start + last
+                while missing:
+                    if not table.num_rows:
+                        table, positions = next(blocks)
+                    tables.append(table.slice(0, missing))
+                    rows.append(positions[:missing])
+                    missing -= tables[-1].num_rows
+                    table, positions = table.slice(len(rows[-1])), positions[len(rows[-1]) :]
                 together = tables[0] if len(tables) == 1 else pa.concat_tables([self.schema.empty_table(), *tables])
                 yield together, np.concatenate(rows)
+
+    def _blocks(self, epoch: int, done: int) -> Generator[tuple[pa.Table, np.ndarray], None, None]:
+        """The stream after its first `done` rows, in parts: taking many rows at once costs half as much per row."""
+        with contextlib.closing(Decoder(self.data, self.schema)) as decoder:
+            for window in self._windows(epoch):
+                if window.end <= done:
+                    continue
+                table, positions = decoder.read(window.pieces), window.positions()
+                if window.permutation is not None:
+                    table = table.combine_chunks()
+                for first in range(max(done - window.start, 0), len(positions), _BLOCK_ROWS):
+                    block = slice(first, first + _BLOCK_ROWS)
+                    if window.permutation is None:
+                        yield table.slice(first, _BLOCK_ROWS), positions[block]
+                    else:
+                        yield table.take(pa.array(window.permutation[block])), positions[block]
+                del table  # One window at a time: it goes before the next one comes.
 
     def _before(self, num_rows: int, step: int) -> int:
         """Rows that a rank with so many rows has used up before a step."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from recsys.errors import UserError
 from recsys.models.config import DeepFMConfig, DINConfig, ModelConfig
 from recsys.schema import Field, History, Inputs, Table
+from recsys.stack import require_stack
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +63,7 @@ def model_class(name: str) -> Any:
             allowed=sorted(MODELS),
             fix=f"did you mean {' or '.join(map(repr, near))}" if near else "choose one of the allowed names",
         )
-    return pkgutil.resolve_name(MODELS[name])
+    return _resolve(MODELS[name])
 
 
 def build(inputs: Inputs, config: ModelConfig, table_device: str | None = None) -> "nn.Module":
@@ -80,4 +81,10 @@ def __getattr__(name: str) -> Any:
     homes = {path.rpartition(":")[2]: path for path in (*MODELS.values(), "recsys.data.batch:Batch")}
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return pkgutil.resolve_name(homes[name])
+    return _resolve(homes[name])
+
+
+def _resolve(path: str) -> Any:
+    """The class at a path; first of all the one message when the compiled stack does not fit."""
+    require_stack()
+    return pkgutil.resolve_name(path)
