@@ -22,6 +22,7 @@ from recsys.layers.segment import row_of_event, segment_sum
 from recsys.schema import Inputs, Table
 
 _WIDTH_UNIT = 4  # FBGEMM's table kernels refuse other row widths
+_PREFIX = "table_"  # TorchRec keeps tables in a ModuleDict, which refuses names such as `type` or `items`
 _INIT_BLOCK_ROWS = 1024  # rows drawn from one generator; part of what a seed means, so never change it
 
 
@@ -49,7 +50,7 @@ class Embeddings(nn.Module):
             EmbeddingBagCollection(
                 tables=[
                     EmbeddingBagConfig(
-                        name=name,
+                        name=stored_name(name),
                         embedding_dim=self.padded_width(name),
                         num_embeddings=inputs.table(name).rows,
                         feature_names=features,
@@ -69,7 +70,7 @@ class Embeddings(nn.Module):
             EmbeddingCollection(
                 tables=[
                     EmbeddingConfig(
-                        name=name,
+                        name=stored_name(name),
                         embedding_dim=width,
                         num_embeddings=inputs.table(name).rows,
                         feature_names=features,
@@ -153,7 +154,7 @@ class Embeddings(nn.Module):
         collections = [(self.pooled, "embedding_bags")] if self.pooled is not None else []
         for collection, attribute in [*collections, *((c, "embeddings") for c in self.sequence)]:
             for name, module in getattr(collection, attribute).items():
-                yield name, module.weight
+                yield name.removeprefix(_PREFIX), module.weight
 
 
 def initial_rows(table: Table, seed: int, start: int, stop: int, width: int) -> Tensor:
@@ -176,7 +177,14 @@ def initial_rows(table: Table, seed: int, start: int, stop: int, width: int) -> 
 def table_of_parameter(name: str) -> str | None:
     """The table behind a parameter's name, sharded or not; None for dense parameters."""
     *_, collection, table, leaf = ["", "", *name.split(".")]
-    return table if leaf == "weight" and collection in ("embedding_bags", "embeddings") else None
+    if leaf != "weight" or collection not in ("embedding_bags", "embeddings"):
+        return None
+    return table.removeprefix(_PREFIX)
+
+
+def stored_name(table: str) -> str:
+    """The name under which TorchRec, its plans and its checkpoints know a table."""
+    return _PREFIX + table
 
 
 def num_parameters(model: nn.Module) -> int:

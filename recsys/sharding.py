@@ -22,7 +22,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 
 from recsys.distributed import Ranks, broadcast
-from recsys.embedding import Embeddings, initial_rows, table_of_parameter
+from recsys.embedding import Embeddings, initial_rows, stored_name, table_of_parameter
 from recsys.errors import UserError
 from recsys.recipe import Recipe
 
@@ -91,7 +91,7 @@ def make_plan(model: nn.Module, recipe: Recipe, cluster: Topology, batch_size_pe
                     allowed="auto, row_wise, table_wise, column_wise",
                     fix="choose one of these",
                 )
-            constraints[name] = ParameterConstraints(sharding_types=_kinds(wanted, cluster))
+            constraints[stored_name(name)] = ParameterConstraints(sharding_types=_kinds(wanted, cluster))
     planner = EmbeddingShardingPlanner(
         topology=cluster,
         batch_size=batch_size_per_rank,
@@ -167,9 +167,11 @@ def initialize_tables(model: DistributedModelParallel, embeddings: Embeddings, s
 def describe(plan: ShardingPlan, embeddings: Embeddings, world_size: int, dense_bytes: int) -> dict[str, Any]:
     """The plan as plain data: table -> kind, kernel, and the rows, columns and bytes of each shard."""
     rows_of = {name: weight.shape for name, weight in embeddings.table_weights()}
+    tables_by_stored_name = {stored_name(name): name for name in rows_of}
     tables = []
     for module_plan in plan.plan.values():
-        for name, parameter in module_plan.items():
+        for stored, parameter in module_plan.items():
+            name = tables_by_stored_name[stored]
             shape = rows_of[name]
             spec = parameter.sharding_spec
             if spec is None:

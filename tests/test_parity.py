@@ -16,7 +16,7 @@ WORKER = pathlib.Path(__file__).parent / "_train_batches.py"
 HARD_LIMIT_S = 120
 
 FEATURES = [
-    {"kind": "id", "columns": ["user", "city"]},
+    {"kind": "id", "columns": ["user", "city", "type"]},
     {"kind": "id", "columns": ["item"]},
     {"kind": "id", "columns": ["category"]},
     {"kind": "history", "of": {"seen_items": "item", "seen_categories": "category"}},
