@@ -65,10 +65,8 @@ def slice_of(rows: dict, low: int, high: int) -> dict:
     }
 
 
-def main() -> None:
-    """Train and save as the configuration file says."""
-    require_stack()
-    config = json.loads(pathlib.Path(sys.argv[1]).read_text())
+def run(config: dict) -> None:
+    """Train and save as the configuration says, on this rank and all others."""
     recipe = recipe_file.parse(config["recipe"], config.get("overrides", []))
     with process_group("cpu") as ranks:
         layout, inputs = recipe.layout, recipe.inputs
@@ -97,4 +95,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    require_stack()
+    run(json.loads(pathlib.Path(sys.argv[1]).read_text()))

@@ -1,3 +1,4 @@
+import functools
 import json
 import pathlib
 import subprocess
@@ -10,7 +11,7 @@ import yaml
 from recsys import models, recipe_file
 from recsys.data.batch import Batch
 from recsys.embedding import table_of_parameter
-from tests._train_batches import random_rows
+from tests._train_batches import random_rows, run
 
 WORKER = pathlib.Path(__file__).parent / "_train_batches.py"
 HARD_LIMIT_S = 120
@@ -41,18 +42,31 @@ def recipe(model: str, sharding: str = "row_wise", **sparse: object) -> str:
     )
 
 
-def train(tmp_path: pathlib.Path, ranks: int, text: str, *, steps: int, cuts: tuple[int, ...] = (16,)) -> dict:
-    output = tmp_path / f"{ranks}.pt"
-    config = tmp_path / f"{ranks}.json"
-    config.write_text(
-        json.dumps({"recipe": text, "steps": steps, "global_rows": 32, "cuts": list(cuts), "output": str(output)})
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(WORKER), str(config)], capture_output=True, text=True, timeout=HARD_LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(output, weights_only=True)
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """`train(ranks, recipe, steps=, cut=)`: weights before and after, on real ranks; one rank runs in this process."""
+
+    @functools.cache
+    def train(ranks: int, text: str, *, steps: int, cut: int = 16) -> dict:
+        folder = tmp_path_factory.mktemp("trained")
+        config = {
+            "recipe": text,
+            "steps": steps,
+            "global_rows": 32,
+            "cuts": [cut],
+            "output": str(folder / "weights.pt"),
+        }
+        if ranks == 1:
+            run(config)
+        else:
+            (folder / "config.json").write_text(json.dumps(config))
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [*launcher, str(WORKER), str(folder / "config.json")]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_LIMIT_S, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+        return torch.load(folder / "weights.pt", weights_only=True)
+
+    return train
 
 
 def assert_close(one: dict, two: dict, tolerance: float = 1e-5) -> None:
@@ -64,9 +78,9 @@ def assert_close(one: dict, two: dict, tolerance: float = 1e-5) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("cut", [16, 25, 32], ids=["equal", "uneven", "empty"])
 @pytest.mark.parametrize("model", ["din", "deepfm"])
-def test_two_ranks_train_the_same_weights_as_one(tmp_path, model, cut):
-    one = train(tmp_path, 1, recipe(model), steps=20)
-    two = train(tmp_path, 2, recipe(model), steps=20, cuts=(cut,))
+def test_two_ranks_train_the_same_weights_as_one(train, model, cut):
+    one = train(1, recipe(model), steps=20)
+    two = train(2, recipe(model), steps=20, cut=cut)
     assert set(two["kinds"].values()) == {"row_wise"}
     assert_close(one["before"], two["before"], 0.0)
     assert_close(one["after"], two["after"])
@@ -75,10 +89,20 @@ def test_two_ranks_train_the_same_weights_as_one(tmp_path, model, cut):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(
+    ("model", "sharding"), [("din", "table_wise"), ("din", "column_wise"), ("deepfm", "data_parallel")]
+)
+def test_every_plan_trains_the_same_weights(train, model, sharding):
+    two = train(2, recipe(model, sharding), steps=20)
+    assert set(two["kinds"].values()) == {sharding}
+    assert_close(train(1, recipe(model), steps=20)["after"], two["after"])
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
-def test_one_step_changes_the_rows_that_were_looked_up_and_no_others(tmp_path, sharding):
+def test_one_step_changes_the_rows_that_were_looked_up_and_no_others(train, sharding):
     text = recipe("din", sharding)
-    found = train(tmp_path, 2, text, steps=1)
+    found = train(2, text, steps=1)
     assert set(found["kinds"].values()) == {sharding}
     parsed = recipe_file.parse(text)
     layout, inputs = parsed.layout, parsed.inputs
@@ -99,10 +123,10 @@ def test_one_step_changes_the_rows_that_were_looked_up_and_no_others(tmp_path, s
 
 
 @pytest.mark.dist
-def test_the_tables_follow_plain_rowwise_adagrad_of_their_unpadded_width(tmp_path):
+def test_the_tables_follow_plain_rowwise_adagrad_of_their_unpadded_width(train):
     """Width 5 with its first-order weight is stored as 8; the update must be the one of the formula for 6 columns."""
     text = recipe("deepfm", "row_wise", eps=1e-3).replace("dim: 3", "dim: 5")
-    found = train(tmp_path, 1, text, steps=3)
+    found = train(1, text, steps=3)
     parsed = recipe_file.parse(text)
     torch.manual_seed(parsed.train.seed)
     model = models.build(parsed.inputs, parsed.model)
