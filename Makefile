@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo test lint types clean
 
 PYTHON ?= python3
 # An environment that was set up for GPUs stays one.
@@ -38,9 +38,6 @@ lint: $(READY)  ## ruff: rules and format
 
 types: $(READY)  ## mypy
 	@$(BIN)/mypy
-
-bench: $(READY)  ## every scripts/bench_*.py
-	@for script in scripts/bench_*.py; do $(BIN)/python -m "scripts.$$(basename "$$script" .py)"; done
 
 clean:  ## remove .venv and everything that was built; keeps runs/
 	@rm -rf .venv build dist *.egg-info $(LOG) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from recsys.distributed import agreed
 from recsys.errors import UserError
 
 _MARKER = "complete.json"
@@ -28,17 +29,17 @@ def save(folder: pathlib.Path, model: nn.Module, encoder: nn.Module, about: dict
         encoder: The encoder whose statistics the model was trained with.
         about: Plain data stored in the marker: step, epoch, metrics.
     """
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    dist.barrier()
+    with agreed("checkpoint"):
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
     state = _state(model, encoder)
     with _quiet():
         dcp.save(state, checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        text = json.dumps({**about, "entries": sorted(state)}, indent=1)
-        (folder / _MARKER).write_text(text + "\n", encoding="utf-8")
-    dist.barrier()
+    with agreed("checkpoint"):
+        if dist.get_rank() == 0:
+            text = json.dumps({**about, "entries": sorted(state)}, indent=1)
+            (folder / _MARKER).write_text(text + "\n", encoding="utf-8")
 
 
 def load(folder: pathlib.Path, model: nn.Module, encoder: nn.Module) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def train(
     path = pathlib.Path(recipe)
     result = run_train(loaded, run=run, name=f"{path.parent.name}-{path.stem}" if path.parent.name else path.stem)
     if _is_first():
-        _print_metrics({split: result.metrics[split] for split in ("valid", "test") if split in result.metrics})
+        if splits := [split for split in ("valid", "test") if split in result.metrics]:
+            _print_metrics({split: result.metrics[split] for split in splits})
         print(f"Best epoch {result.metrics['best_epoch']}; report: {result.report}")
 
 
@@ -120,25 +121,38 @@ def doctor() -> None:
 
 def main() -> None:
     """Run the command line; a mistake of the user's ends with one message and exit code 2."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_StderrOfTheMoment()])
     logging.getLogger("recsys").setLevel(logging.INFO if _is_first() else logging.WARNING)
     try:
         app()
     except UserError as error:
-        if _is_first() or not error.reported_by_rank_0:
+        if error.is_printed_here:
             print(f"Error: {error}", file=sys.stderr)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)  # torchrun shows it as the cause, on its last lines
         sys.exit(2)
 
 
+class _StderrOfTheMoment(logging.StreamHandler):
+    """Writes to what `sys.stderr` is now, since a progress bar takes its place to keep lines apart from itself."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """Ignored."""
+
+
 def _load(path: str, overrides: list[str] | None) -> Any:
-    """Read a recipe; ranks of one host read one file, so that the first of them reports its problems."""
+    from recsys.distributed import alike_on_host
     from recsys.recipe_file import load
 
-    try:
+    with alike_on_host():
         return load(path, overrides or [])
-    except UserError as error:
-        error.reported_by_rank_0 = os.environ.get("LOCAL_RANK", "0") != "0"
-        raise
 
 
 def _options(pairs: list[str] | None) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.errors import UserError
+from recsys.machine import usable_cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
+def process_group(device: str = "auto", *, threads: int | None = None, timeout_s: float = 600.0) -> Iterator[Ranks]:
     """Join the other ranks, or be the only one when no launcher set the environment.
 
     Args:
         device: `auto` takes CUDA when there is any.
+        threads: Threads of torch; None keeps OMP_NUM_THREADS where somebody set it, else shares the host's cores.
         timeout_s: A collective that waits longer ends the job.
 
     Raises:
@@ -52,13 +54,16 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ra
         raise UserError(
             "train.device asks for CUDA", received="no CUDA device", allowed="auto, cpu", fix="set train.device=auto"
         )
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if "OMP_NUM_THREADS" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun sets one thread per rank for want of a better guess; the cores belong to the ranks of this host.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    default = "1" if launched else ""  # torchrun sets one thread per rank where nobody has set a number
+    if threads is None and os.environ.get("OMP_NUM_THREADS", default) == default:
+        threads = max(1, usable_cores() // local_world_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
@@ -74,11 +79,6 @@ def process_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ra
         yield Ranks(
             rank, world_size, local_world_size, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         )
-
-
-def is_first() -> bool:
-    """Whether this process is rank 0, also before the ranks have met."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def gather(value: Any) -> list[Any]:
@@ -97,19 +97,34 @@ def broadcast(value: Any) -> Any:
 
 @contextlib.contextmanager
 def agreed(what: str) -> Iterator[None]:
-    """Run a block on every rank; when it fails with a `UserError` on any, all ranks raise the same one.
+    """Run a block on every rank; when it fails on any, all ranks raise.
 
-    Without this, the ranks that did well would wait for the failed one in the next collective.
+    Without this, the ranks that did well would wait for the failed one in the next collective. A `UserError` is
+    raised alike everywhere; another exception stays what it is where it happened.
     """
-    error: UserError | None = None
+    error: Exception | None = None
     try:
         yield
-    except UserError as caught:
+    except Exception as caught:
         error = caught
-    failed = [(rank, text) for rank, text in enumerate(gather(str(error) if error else None)) if text]
-    if failed:
-        world_size = dist.get_world_size()
-        prefix = f"{what}, rank {failed[0][0]} of {world_size}: " if world_size > 1 else ""
-        shared = UserError(prefix + failed[0][1])
-        shared.reported_by_rank_0 = True
-        raise shared
+    text = None if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    failed = [(rank, text) for rank, text in enumerate(gather(text)) if text is not None]
+    if not failed:
+        return
+    if error is not None and not isinstance(error, UserError):
+        raise error
+    world_size = dist.get_world_size()
+    prefix = f"{what}, rank {failed[0][0]} of {world_size}: " if world_size > 1 else ""
+    shared = UserError(prefix + failed[0][1])
+    shared.is_printed_here = dist.get_rank() == 0
+    raise shared from error
+
+
+@contextlib.contextmanager
+def alike_on_host() -> Iterator[None]:
+    """Before the ranks have met: an error that all ranks of a host find is printed by the first of them."""
+    try:
+        yield
+    except UserError as error:
+        error.is_printed_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        raise

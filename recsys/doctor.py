@@ -8,19 +8,15 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import recsys
-from recsys import stack
+from recsys import machine, stack
 from recsys.errors import UserError
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
 _LOAD_TIMEOUT_S = 300
 
 
@@ -69,9 +65,9 @@ def _software(device: stack.Device, facts: dict) -> list[str]:
 
 
 def _machine(facts: dict) -> list[str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota, limit_gib = min(_cpu_quotas(), default=None), _memory_limit_gib()
-    total_gib, available_gib = _memory_gib("MemTotal"), _memory_gib("MemAvailable")
+    cores = machine.affine_cores()
+    quota, limit_gib = min(machine.cpu_quotas(), default=None), machine.memory_limit_bytes() / 2**30
+    total_gib, available_gib = (machine.memory_info_bytes(key) / 2**30 for key in ("MemTotal", "MemAvailable"))
     memory = f"{available_gib:.1f} of {total_gib:.1f} GiB available" if total_gib else "unknown"
     # Version 1 of control groups writes "no limit" as a number near 2**63, so only a limit below the total counts.
     limited = f", limit {limit_gib:.1f} GiB" if limit_gib < total_gib else ""
@@ -141,35 +137,3 @@ def _print_facts() -> None:
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(facts))
-
-
-def _memory_gib(key: str) -> float:
-    """A line of /proc/meminfo; 0 where there is no such file."""
-    meminfo = Path("/proc/meminfo")
-    match = re.search(rf"{key}:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    return int(match[1]) / 2**20 if match else 0.0
-
-
-def _memory_limit_gib() -> float:
-    texts = [*_cgroup_values("memory", "memory.max"), *_cgroup_values("memory", "memory.limit_in_bytes")]
-    return min((int(text) / 2**30 for text in texts if text.isdigit()), default=float("inf"))
-
-
-def _cpu_quotas() -> list[float]:
-    """Cores that each control group above this process allows; groups without a quota ("max" or -1) left out."""
-    pairs: list[Sequence[str]] = [text.split() for text in _cgroup_values("cpu", "cpu.max")]
-    pairs += zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=True)
-    return [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
-
-
-def _cgroup_values(controller: str, name: str) -> list[str]:
-    """Contents of a limit file in this process's control group and all its ancestors, since each of them binds."""
-    values = []
-    for line in _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []:
-        number, controllers, path = line.split(":", 2)
-        # Version 2 is entry 0 and has one tree; version 1 has a tree per controller.
-        if number == "0" or controller in controllers.split(","):
-            base, group = _CGROUPS / ("" if number == "0" else controller), Path(path.lstrip("/"))
-            files = (base / folder / name for folder in (group, *group.parents))
-            values += [file.read_text().strip() for file in dict.fromkeys(files) if file.is_file()]
-    return values

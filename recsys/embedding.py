@@ -11,6 +11,7 @@ EmbeddingCollections. Three limits of the kernels end here and are never seen ou
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,7 @@ class Embeddings(nn.Module):
             )
             for width, group in zip(widths, groups, strict=True)
         )
+        self.l2 = _L2()
         if device.type != "meta":
             self.reset(int(torch.randint(2**62, ())))
 
@@ -100,20 +102,21 @@ class Embeddings(nn.Module):
         return self.inputs.table_of(feature).dim + self.extra_columns
 
     def forward(
-        self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor, labels: Tensor
+        self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor, weights: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Vectors of every feature, padding removed.
 
         Args:
             pooled: ids of `layout.pooled`.
             sequence: ids of `layout.sequence`.
-            labels: (B,); tells B where the ids were padded with empty bags (`Batch.pad_bags`).
+            weights: (B,) loss weights of the rows; they scale `l2`, and tell B where the ids were padded with empty
+                bags (`Batch.pad_bags`).
 
         Returns:
             One vector per row for every field, (B, width), an empty bag giving zeros; and for every unpooled
             history column (values (N, width), lengths (B,)), rows one after another. N is the number of events.
         """
-        num_rows = labels.shape[0]
+        num_rows = weights.shape[0]
         vectors: dict[str, Tensor] = {}
         events: dict[str, tuple[Tensor, Tensor]] = {}
         if self.pooled is not None:
@@ -123,16 +126,20 @@ class Embeddings(nn.Module):
                 vector = looked_up[name][:num_rows, : self.width_of(name)]
                 if name in self._means:
                     vector = vector / lengths[index].clamp(min=1).unsqueeze(1)
-                vectors[name] = vector
+                vectors[name] = self._with_l2(name, vector, weights)
         for collection, names in zip(self.sequence, self._names_by_collection, strict=True):
             jagged = collection(sequence)
             for name in names:
                 values, lengths = jagged[name].values()[:, : self.width_of(name)], jagged[name].lengths()[:num_rows]
                 if name in self._histories:
-                    events[name] = (values, lengths)
+                    events[name] = (self._with_l2(name, values, weights, lengths), lengths)
                 else:
-                    vectors[name] = self._pool(name, values, lengths)
+                    vectors[name] = self._with_l2(name, self._pool(name, values, lengths), weights)
         return vectors, events
+
+    def _with_l2(self, name: str, vectors: Tensor, weights: Tensor, lengths: Tensor | None = None) -> Tensor:
+        strength = self.inputs.table_of(name).l2
+        return self.l2(strength, vectors, weights, lengths) if strength else vectors
 
     def _pool(self, name: str, values: Tensor, lengths: Tensor) -> Tensor:
         total = segment_sum(values, row_of_event(lengths, values.shape[0]), lengths.shape[0])
@@ -155,6 +162,32 @@ class Embeddings(nn.Module):
         for collection, attribute in [*collections, *((c, "embeddings") for c in self.sequence)]:
             for name, module in getattr(collection, attribute).items():
                 yield name.removeprefix(_PREFIX), module.weight
+
+
+class _L2(nn.Module):
+    """Leaves vectors as they are and adds the gradient of their L2 penalty on the way back.
+
+    A term of the loss would have to leave the model beside the logits; the gradient is all that training needs. A
+    module, so that TorchRec's tracer takes it as a whole.
+    """
+
+    def forward(self, strength: float, vectors: Tensor, weights: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, width) vectors of the rows, or (N, width) of their events, `lengths` (B,) telling whose."""
+        if lengths is not None:
+            weights = weights[row_of_event(lengths, vectors.shape[0])]
+        return _AddToGradient.apply(vectors, strength * weights)
+
+
+class _AddToGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, strengths: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, strengths)
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        vectors, strengths = ctx.saved_tensors
+        return torch.addcmul(gradient, vectors, strengths.unsqueeze(1)), None
 
 
 def initial_rows(table: Table, seed: int, start: int, stop: int, width: int) -> Tensor:

@@ -239,10 +239,11 @@ class Encoder(nn.Module):
             rows=torch.from_numpy(np.array(rows, dtype=np.int64)),
         )
 
-    def scan(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray) -> Statistics:
-        """Check labelled rows exactly as `encode` does, without encoding them, and measure their numbers."""
-        self._require(table, rows, labelled=True)
-        self._read_labels(table, rows)
+    def scan(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, *, labelled: bool = True) -> Statistics:
+        """Check rows exactly as `encode` does, without encoding them, and measure their numbers."""
+        self._require(table, rows, labelled=labelled)
+        if labelled:
+            self._read_labels(table, rows)
         for column, lengths, values in self._read_values(table, rows, collections.Counter()):
             if column.exact:
                 _read_keys(column, lengths, values, rows)

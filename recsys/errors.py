@@ -18,10 +18,10 @@ class UserError(ValueError):
         fix: What to do now, as an imperative.
 
     Attributes:
-        reported_by_rank_0: Every rank raises this very error, so that one of them need print it.
+        is_printed_here: False where another rank raises the very same error and prints it.
     """
 
-    reported_by_rank_0 = False
+    is_printed_here = True
 
     def __init__(self, what: str, *, received: object = None, allowed: object = None, fix: str | None = None) -> None:
         self.what, self.received, self.allowed, self.fix = what, received, allowed, fix

@@ -76,23 +76,34 @@ class Data:
             for data in self.sets.values()
             for p in encoder.schema_problems(data.schema, str(data.path), labelled=labelled)
         ]
+        problems += [f"data.{split} {data.path} has no rows" for split, data in self.sets.items() if not data.num_rows]
         if problems:
             raise UserError.collect("The data does not fit the recipe", problems)
-        for split, data in self.sets.items():
-            if data.num_rows == 0:
-                raise UserError(f"data.{split} has no rows", received=str(data.path))
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        encoder: Encoder,
+        ranks: Ranks,
+        paths: Mapping[Split, str] | None = None,
+        *,
+        labelled: bool = True,
+    ) -> "Data":
+        """Open the data sets on all ranks, or fail on all of them."""
+        with agreed("data"):
+            return cls(recipe, encoder, ranks, paths, labelled=labelled)
 
     def scan(self) -> Statistics:
-        """Read everything once before training: bad values end the run here, and normalisation is learnt."""
-        statistics = None
+        """Read everything once before a run: bad values end it here. The statistics are those of the training set."""
+        statistics = Statistics.empty(self.encoder)
         for split in self.sets:
             found = Statistics.empty(self.encoder)
             with agreed(f"data.{split}"):
                 for table, rows in self.reader(split, batch_size=_SCAN_BATCH_ROWS).iterate(0):
-                    found = found.merge(self.encoder.scan(table, rows))
+                    found = found.merge(self.encoder.scan(table, rows, labelled=self.labelled))
             if split == "train":
                 statistics = functools.reduce(Statistics.merge, gather(found))
-        assert statistics is not None, "a recipe always has training data"
         return statistics
 
     def reader(self, split: Split, *, batch_size: int | None = None, shuffle_rows: int = 0) -> Reader:
@@ -118,6 +129,8 @@ class Data:
             batch.weights = torch.full((len(batch),), self.ranks.world_size / sum(by_rank))
             if self.ranks.world_size > 1:
                 batch.pad_bags(max(by_rank))
+            if self.ranks.device.type == "cuda":
+                batch = batch.pin_memory()
             yield batch
 
 

@@ -51,7 +51,7 @@ def _table_arguments(embeddings: Embeddings, table: str, settings: SparseOptimiz
     scale = 1.0
     if settings.name == "rowwise_adagrad":
         scale = math.sqrt(embeddings.unpadded_share(table))
-    arguments = {"lr": settings.learning_rate * scale, "weight_decay": settings.weight_decay}
+    arguments = {"lr": settings.learning_rate * scale}
     return arguments if settings.name == "sgd" else arguments | {"eps": settings.eps * scale}
 
 

@@ -1,18 +1,22 @@
 """From a run folder back to a model: metrics of a data set, and one probability per row."""
 
+import contextlib
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from recsys import checkpoint, scoring
 from recsys.data.parquet import ParquetData
-from recsys.distributed import broadcast, process_group
+from recsys.distributed import agreed, alike_on_host, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
-from recsys.job import Data, assemble
+from recsys.job import Data, Job, assemble
 from recsys.run_folder import RunFolder
 
 _WRITE_BATCH_ROWS = 65_536
@@ -23,59 +27,82 @@ def evaluate(run: str, *, data_path: str | None = None, json_path: str | None = 
 
     Args:
         run: A run folder or a checkpoint inside one.
-        data_path: Parquet file or folder; None takes the recipe's test set, else its validation set.
+        data_path: Parquet file or folder; None takes the recipe's test set.
         json_path: Where the metrics are also written.
     """
-    folder, path = RunFolder.open(run)
-    recipe = folder.recipe()
-    data_path = data_path or recipe.paths.get("test") or recipe.paths.get("valid")
-    if data_path is None:
-        raise UserError("The recipe names no test or validation set", fix="give one with --data")
-    with process_group(recipe.train.device) as ranks:
-        encoder = Encoder(recipe)
-        data = Data(recipe, encoder, ranks, {"test": data_path})
-        job = assemble(recipe, ranks, encoder)
-        checkpoint.load(path, job.task, encoder)
+    with _loaded(run, data_path, json_path, labelled=True) as (job, data):
         found = broadcast(scoring.evaluate(job.task, data, data.reader("test")))
-        if json_path and ranks.rank == 0:
-            pathlib.Path(json_path).write_text(json.dumps(found.metrics, indent=1) + "\n", encoding="utf-8")
+        with agreed("--json"):
+            if json_path and job.ranks.rank == 0:
+                pathlib.Path(json_path).write_text(json.dumps(found.metrics, indent=1) + "\n", encoding="utf-8")
         return found.metrics
 
 
 def predict(run: str, *, data_path: str, output: str) -> int:
-    """Write one row per input row, in input order: the recipe's id columns of the row and its `probability`.
+    """Write one row per input row, in input order: the row's id and group columns and its `probability`.
 
     Args:
         run: A run folder or a checkpoint inside one.
-        data_path: Parquet file or folder; it needs no label.
+        data_path: Parquet file or folder; it needs neither label nor group.
         output: Parquet file to write; it is there only when complete.
 
     Returns:
         Number of rows written.
     """
-    folder, path = RunFolder.open(run)
-    recipe = folder.recipe()
-    with process_group(recipe.train.device) as ranks:
+    with _loaded(run, data_path, output, labelled=False) as (job, data):
+        scores = scoring.score(job.task, data, data.reader("test"))
+        with agreed("--output"):
+            if scores is not None:
+                keys = [key for key in job.recipe.key_columns if key in data.sets["test"].schema.names]
+                _write(data.sets["test"], keys, scoring.probabilities(scores.logits), pathlib.Path(output))
+        return data.sets["test"].num_rows
+
+
+@contextlib.contextmanager
+def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bool) -> Iterator[tuple[Job, Data]]:
+    """The model of a run and a data set that was checked row by row, for the length of the context."""
+    with alike_on_host():
+        folder, path = RunFolder.open(run)
+        recipe = folder.recipe()
+        data_path = data_path or recipe.paths.get("test")
+        if data_path is None:
+            raise UserError("The recipe of this run names no test set", received="data.test: null", fix="use --data")
+    # A model trained on GPUs may be read where there are none.
+    device = "auto" if recipe.train.device == "cuda" and not torch.cuda.is_available() else recipe.train.device
+    with process_group(device, threads=recipe.train.threads_per_rank) as ranks:
+        with agreed("output"):
+            if target and ranks.rank == 0:
+                _require_writable(pathlib.Path(target))
         encoder = Encoder(recipe)
-        data = Data(recipe, encoder, ranks, {"test": data_path}, labelled=False)
+        data = Data.open(recipe, encoder, ranks, {"test": data_path}, labelled=labelled)
+        data.scan()
         job = assemble(recipe, ranks, encoder)
         checkpoint.load(path, job.task, encoder)
-        scores = scoring.score(job.task, data, data.reader("test"))
-        if scores is not None:
-            _write(data.sets["test"], recipe.key_columns, scoring.probabilities(scores[0]), pathlib.Path(output))
-        return broadcast(data.sets["test"].num_rows)
+        yield job, data
 
 
-def _write(data: ParquetData, keys: tuple[str, ...], probs: Any, output: pathlib.Path) -> None:
+def _require_writable(path: pathlib.Path) -> None:
+    """Find out before the work whether its result can be stored."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(
+            f"{str(path)!r} cannot be written",
+            received="a folder" if path.is_dir() else "no such folder: " + str(path.absolute().parent),
+            allowed="a file in a folder that exists",
+            fix="make the folder, or name another file",
+        )
+
+
+def _write(data: ParquetData, keys: list[str], probs: np.ndarray, output: pathlib.Path) -> None:
     """Copy the key columns file by file beside the probabilities, then move the whole file into place."""
     aside = output.with_name(output.name + ".partial")
     schema = pa.schema([*(data.schema.field(key) for key in keys), pa.field("probability", pa.float64())])
     start = 0
     with pq.ParquetWriter(aside, schema) as writer:
         for file in data.files:
-            for rows in pq.ParquetFile(file).iter_batches(_WRITE_BATCH_ROWS, columns=list(keys)):
+            for rows in pq.ParquetFile(file).iter_batches(_WRITE_BATCH_ROWS, columns=keys):
                 part = pa.array(probs[start : start + rows.num_rows])
-                writer.write_batch(pa.record_batch([*(rows.column(key) for key in keys), part], schema=schema))
+                columns = [rows.column(key).cast(data.schema.field(key).type) for key in keys]
+                writer.write_batch(pa.record_batch([*columns, part], schema=schema))
                 start += rows.num_rows
     assert start == len(probs), "one probability per input row"
     aside.replace(output)

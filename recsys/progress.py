@@ -26,7 +26,8 @@ class Reporter:
 
     def __init__(self, folder: RunFolder, total_steps: int) -> None:
         self.folder, self.total_steps = folder, total_steps
-        self._step, self._loss, self._rate, self._line_s = 0, float("nan"), 0.0, time.perf_counter()
+        self._loss: float | None = None
+        self._rate, self._line_s = 0.0, time.perf_counter()
         self._board = self._bar = None
         if folder.writes:
             from torch.utils.tensorboard import SummaryWriter  # 0.4 s that only rank 0 pays
@@ -40,7 +41,7 @@ class Reporter:
 
     def stepped(self, epoch: int, step: int, rows_per_s: float) -> None:
         """One more step is done, at this pace of all ranks together."""
-        self._step, self._rate = step, rows_per_s
+        self._rate = rows_per_s
         now_s = time.perf_counter()
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=f"epoch {epoch}", shown=self._shown())
@@ -80,7 +81,7 @@ class Reporter:
             self._board.close()
 
     def _shown(self) -> str:
-        return f"loss {self._loss:.4f}, {self._rate:,.0f} rows/s"
+        return f"loss {'-' if self._loss is None else f'{self._loss:.4f}'}, {self._rate:,.0f} rows/s"
 
 
 def _rounded(value: float | None) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import pydantic
 import yaml
 
-from recsys.errors import nearest
+from recsys.errors import UserError, nearest
 from recsys.models.config import DINConfig, ModelConfig
 from recsys.schema import Field, History, Inputs, Layout, Pooling, Table
 
@@ -21,6 +21,10 @@ RESERVED_ROWS = 3
 """Rows in front of every table: 0 padding (never looked up), 1 missing, 2 unknown. `recsys.ids` documents them."""
 
 _RANGE = re.compile(r"(.*?)(\d+)\.\.(.*?)(\d+)")
+
+
+FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
+"""Numbers that YAML 1.1 takes for text: `1e-3`."""
 
 
 class _Settings(pydantic.BaseModel):
@@ -117,6 +121,8 @@ class TableSettings(_Settings):
     """Width of a vector; any width."""
     init_std: float = pydantic.Field(default=0.01, ge=0)
     """Standard deviation of the normal distribution that the vectors start from."""
+    l2: float = pydantic.Field(default=0.0, ge=0)
+    """Adds l2 / 2 * |vector|^2 to a row's loss for every vector that it looks up; other rows are not pulled."""
     sharding: ShardingKind = "auto"
     """How the table is split over ranks; `auto` leaves it to the planner."""
 
@@ -149,8 +155,6 @@ class SparseOptimizer(_Settings):
     """Step size of the tables, independent of the dense layers' one."""
     eps: float = pydantic.Field(default=1e-8, gt=0)
     """Added to the root of the squared gradients (Adagrad kinds only)."""
-    weight_decay: float = pydantic.Field(default=0.0, ge=0)
-    """L2 penalty added to the gradient of the rows of the batch; other rows are left alone."""
 
 
 class DenseOptimizer(_Settings):
@@ -163,7 +167,7 @@ class DenseOptimizer(_Settings):
     eps: float = pydantic.Field(default=1e-8, gt=0)
     """Added to the denominator (not used by sgd)."""
     weight_decay: float = pydantic.Field(default=0.0, ge=0)
-    """L2 penalty on the dense weights."""
+    """L2 penalty on the dense weights; `l2` of a table is its like for tables."""
 
 
 class OptimizerSettings(_Settings):
@@ -184,10 +188,12 @@ class TrainSettings(_Settings):
     """Stop after this many evaluations without a better `monitor`; None: never."""
     monitor: Literal["auc", "gauc", "logloss"] = "auc"
     """Validation metric that decides which epoch is kept."""
-    seed: int = pydantic.Field(default=1, ge=0)
+    seed: int = pydantic.Field(default=1, ge=0, lt=2**63)
     """Decides initial values, shuffling and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA devices when there are any."""
+    threads_per_rank: int | None = pydantic.Field(default=None, ge=1)
+    """Threads that torch uses; None: OMP_NUM_THREADS if that is set, else the host's cores over its ranks."""
     shared_batch_statistics: bool = True
     """Normalisation layers see the batches of all ranks, so that N ranks train as one. False saves the exchange."""
     pipeline: Literal["auto", "plain", "sparse_dist"] = "auto"
@@ -252,12 +258,31 @@ class Recipe(_Settings):
                 yield f"tables.{name}: no feature uses this table. Allowed: {sorted(used)}.{nearest(name, used)}"
         if isinstance(self.model, DINConfig) and not any(isinstance(f, HistoryFeature) for f in self.features):
             yield "model.name: din needs at least one feature of kind `history`. Do: add one, or use deepfm"
+        if self.train.monitor == "gauc" and self.data.group is None:
+            yield "train.monitor: gauc needs `data.group`. Do: name the column to group by, or monitor auc"
+        yield from self._sharding_problems(used)
         if self.train.patience is not None and self.data.valid is None:
             yield "train.patience: early stopping needs `data.valid`. Do: name a validation set, or remove patience"
         if self.model.name == "deepfm":
             dims = {name: self.table_settings(name).dim for name in sorted(used)}
             if len(set(dims.values())) > 1:
                 yield f"tables: deepfm multiplies vectors with each other, so all need one `dim`. Received: {dims}"
+
+    def _sharding_problems(self, tables: set[str]) -> Iterator[str]:
+        histories = [f for f in self.features if isinstance(f, HistoryFeature)]
+        attended = {self.id_columns.get(t) for f in histories for t in f.of.values()} if self.model.attends else set()
+        for name in sorted(tables):
+            sharding = self.table_settings(name).sharding
+            if sharding == "data_parallel" and name in attended:
+                yield (
+                    f"tables.{name}.sharding: TorchRec cannot replicate the table of a history. "
+                    "Received: data_parallel. Allowed: auto, row_wise, table_wise, column_wise"
+                )
+            if sharding == "column_wise" and self.optimizer.sparse.name == "rowwise_adagrad":
+                yield (
+                    f"tables.{name}.sharding: column_wise cuts rows, of which rowwise_adagrad keeps one number each. "
+                    "Do: choose another sharding, or optimizer.sparse.name=adagrad"
+                )
 
     @property
     def id_columns(self) -> dict[str, str]:
@@ -284,7 +309,7 @@ class Recipe(_Settings):
         tables = []
         for name in dict.fromkeys(self.id_columns.values()):
             settings = self.table_settings(name)
-            tables.append(Table(name, settings.rows + RESERVED_ROWS, settings.dim, settings.init_std))
+            tables.append(Table(name, settings.rows + RESERVED_ROWS, settings.dim, settings.init_std, settings.l2))
         return Inputs(
             tables=tuple(tables),
             fields=tuple(
@@ -314,9 +339,20 @@ class Recipe(_Settings):
         named: dict[Split, str | None] = {"train": self.data.train, "valid": self.data.valid, "test": self.data.test}
         return {split: expand_path(path) for split, path in named.items() if path is not None}
 
+    def resolved(self) -> "Recipe":
+        """The recipe with its data paths written out, to be read from any folder."""
+        return self.model_copy(update={"data": self.data.model_copy(update=dict(self.paths))})
+
     def to_yaml(self) -> str:
         """The resolved recipe: every setting of this run, readable by `recsys.recipe_file.load`."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `recipe_file` would read as a number, such as `1e5`."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
 
 
 def data_home() -> pathlib.Path:
@@ -325,7 +361,11 @@ def data_home() -> pathlib.Path:
 
 
 def expand_path(path: str) -> str:
-    """Write out `${RECSYS_DATA}` and `~` in a path."""
-    return (
-        str(pathlib.Path(path.replace("${RECSYS_DATA}", str(data_home()))).expanduser()) if "://" not in path else path
-    )
+    """A path with `${RECSYS_DATA}` and `~` written out, absolute.
+
+    Raises:
+        UserError: It is the address of a remote file.
+    """
+    if "://" in path:
+        raise UserError("Data is read from local paths only", received=path, fix="copy it here, or mount its storage")
+    return str(pathlib.Path(path.replace("${RECSYS_DATA}", str(data_home()))).expanduser().absolute())

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -11,7 +10,7 @@ import yaml
 
 from recsys.errors import UserError, nearest
 from recsys.models.config import ModelConfig
-from recsys.recipe import Feature, Recipe, TableSettings
+from recsys.recipe import FLOAT, Feature, Recipe, TableSettings
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -64,9 +63,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -5,17 +5,18 @@ import datetime
 import importlib.metadata
 import json
 import logging
-import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from recsys import checkpoint
 from recsys.distributed import Ranks, agreed, broadcast
 from recsys.errors import UserError
+from recsys.machine import usable_cores
 from recsys.recipe import Recipe
 from recsys.recipe_file import load as load_recipe
 
@@ -111,7 +112,7 @@ def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "recipe.yaml").open("x", encoding="utf-8") as file:
-            file.write(recipe.to_yaml())
+            file.write(recipe.resolved().to_yaml())
     except FileExistsError as error:
         raise UserError(
             f"The run folder {str(folder)!r} already belongs to a run", fix="name another one with --run-dir"
@@ -120,20 +121,20 @@ def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
         raise UserError(f"The run folder {str(folder)!r} cannot be written", received=str(error)) from error
 
 
-def environment(ranks: Ranks, num_threads: int, command: Sequence[str] = ()) -> dict[str, Any]:
+def environment(ranks: Ranks, num_threads: int) -> dict[str, Any]:
     """What a run was made with: command, versions, machine, ranks, source."""
     versions = {}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "command": " ".join(command or [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         **versions,
         "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "device": str(ranks.device),
         "world_size": ranks.world_size,
         "threads_per_rank": num_threads,

@@ -15,12 +15,17 @@ Pooling = Literal["sum", "mean"]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """An embedding table: `rows` vectors of width `dim` (any width, 1 included), drawn from N(0, init_std^2)."""
+    """An embedding table: `rows` vectors of width `dim` (any width, 1 included), drawn from N(0, init_std^2).
+
+    `l2` adds l2 / 2 * |vector|^2 to the loss of a row for every vector that the row looks up: rows of the table that
+    a batch does not touch are not pulled either. Of a list it is the pooled vector that counts.
+    """
 
     name: str
     rows: int
     dim: int
     init_std: float = 0.01
+    l2: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,14 @@ from recsys.distributed import agreed
 from recsys.job import Data
 
 
+class Scores(NamedTuple):
+    """Arrays over all rows of a data set, in its order: logits and labels float64, groups int64."""
+
+    logits: np.ndarray
+    labels: np.ndarray
+    groups: np.ndarray
+
+
 class Evaluation(NamedTuple):
     """Metrics by name (None where undefined), and the calibration curve."""
 
@@ -21,25 +29,22 @@ class Evaluation(NamedTuple):
     calibration_curve: list[dict[str, float]]
 
 
-def score(task: nn.Module, data: Data, reader: Reader) -> list[np.ndarray] | None:
-    """Score this rank's rows and bring all ranks' rows together.
+def score(task: nn.Module, data: Data, reader: Reader) -> Scores | None:
+    """Score this rank's rows and bring all ranks' rows together on rank 0; None on other ranks.
 
     Args:
         task: A sharded `Task`; its training mode is restored afterwards.
         data: The data sets.
         reader: Which rows; must not shuffle, so that rows come out in the order of the data set.
-
-    Returns:
-        On rank 0 four arrays over all rows, in the order of the data set: logits (float64), labels (float64),
-        groups (int64) and row positions (int64). None on other ranks.
     """
     device = data.ranks.device
     parts: list[tuple[torch.Tensor, ...]] = []
     with _evaluating(task), torch.no_grad(), contextlib.closing(data.batches(reader)) as batches:
         for batch in batches:
             _, (_, logits) = task(batch.to(device))
-            parts.append((logits.double().cpu(), batch.labels.double(), batch.groups, batch.rows))
-    return metrics.gather([torch.cat(column).numpy() for column in zip(*parts, strict=True)])
+            parts.append((logits.double().cpu(), batch.labels.double(), batch.groups))
+    found = metrics.gather([torch.cat(column).numpy() for column in zip(*parts, strict=True)])
+    return None if found is None else Scores(*found)
 
 
 def evaluate(task: nn.Module, data: Data, reader: Reader) -> Evaluation | None:
@@ -52,10 +57,10 @@ def evaluate(task: nn.Module, data: Data, reader: Reader) -> Evaluation | None:
     found = None
     with agreed("metrics"):
         if scores is not None:
-            logits, labels, groups, _ = scores
-            probs = probabilities(logits)
-            values = metrics.compute(probs, labels, groups if data.recipe.data.group else None, logits)
-            found = Evaluation(values, metrics.calibration_curve(probs, labels))
+            probs = probabilities(scores.logits)
+            groups = scores.groups if data.recipe.data.group else None
+            values = metrics.compute(probs, scores.labels, groups, scores.logits)
+            found = Evaluation(values, metrics.calibration_curve(probs, scores.labels))
     return found
 
 

@@ -1,7 +1,5 @@
 """Topology, planner, plan, wrapping: the only file that knows how tables are spread over ranks."""
 
-import os
-import pathlib
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from recsys.distributed import Ranks, broadcast
 from recsys.embedding import Embeddings, initial_rows, stored_name, table_of_parameter
 from recsys.errors import UserError
+from recsys.machine import usable_memory_bytes
 from recsys.recipe import Recipe
 
 _MEMORY_RESERVE = 0.1  # share of a rank's memory that the planner leaves alone
@@ -49,20 +48,9 @@ def sharders() -> list[Any]:
     return [_BagSharder(), _SequenceSharder()]
 
 
-def host_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or its control group's limit when that is lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [physical]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        file = pathlib.Path(path)
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
-
-
 def topology(ranks: Ranks) -> Topology:
     """The cluster as it is: kind and memory of each rank, ranks per host."""
-    host = host_memory_bytes() // ranks.local_world_size
+    host = usable_memory_bytes() // ranks.local_world_size
     device = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else 0
     return TopologyFactory.create_topology(
         trainer_config=TrainerConfig(world_size=ranks.world_size, local_world_size=ranks.local_world_size),
@@ -75,23 +63,15 @@ def make_plan(model: nn.Module, recipe: Recipe, cluster: Topology, batch_size_pe
     """Plan the tables of an unsharded model for a cluster, which need not be the one we are on.
 
     Raises:
-        UserError: No plan fits, or a table's `sharding` is impossible for its kind of feature.
+        UserError: No plan fits.
     """
     constraints = {}
     for module in model.modules():
         if not isinstance(module, Embeddings):
             continue
-        sequence = {module.inputs.table_of(f).name for f in module.layout.sequence}
         for name, _ in module.table_weights():
             wanted = recipe.table_settings(name).sharding
-            if wanted == "data_parallel" and name in sequence:
-                raise UserError(
-                    f"tables.{name}.sharding: the table of a history cannot be replicated",
-                    received=wanted,
-                    allowed="auto, row_wise, table_wise, column_wise",
-                    fix="choose one of these",
-                )
-            constraints[stored_name(name)] = ParameterConstraints(sharding_types=_kinds(wanted, cluster))
+            constraints[stored_name(name)] = ParameterConstraints(sharding_types=_kinds(wanted, recipe, cluster))
     planner = EmbeddingShardingPlanner(
         topology=cluster,
         batch_size=batch_size_per_rank,
@@ -110,14 +90,17 @@ def make_plan(model: nn.Module, recipe: Recipe, cluster: Topology, batch_size_pe
         ) from error
 
 
-def _kinds(wanted: str, cluster: Topology) -> list[str] | None:
-    """The kinds that the planner may choose from; None for all."""
+def _kinds(wanted: str, recipe: Recipe, cluster: Topology) -> list[str]:
+    """The kinds that the planner may choose from."""
     if wanted != "auto":
         return [ShardingType[wanted.upper()].value]
     if cluster.world_size == 1:
         # nothing to split: a replica would only lose the fused kernel
         return [ShardingType.TABLE_WISE.value]
-    return None
+    kinds = [ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE]
+    if recipe.optimizer.sparse.name != "rowwise_adagrad":  # see Recipe: its state is one number per whole row
+        kinds.append(ShardingType.COLUMN_WISE)
+    return [kind.value for kind in kinds]
 
 
 def shard(model: nn.Module, plan: ShardingPlan, ranks: Ranks) -> DistributedModelParallel:
@@ -143,7 +126,7 @@ def agreed_plan(model: nn.Module, recipe: Recipe, ranks: Ranks) -> ShardingPlan:
             outcome = error
     outcome = broadcast(outcome if ranks.rank == 0 else None)
     if isinstance(outcome, UserError):
-        outcome.reported_by_rank_0 = True
+        outcome.is_printed_here = ranks.rank == 0
         raise outcome
     return outcome
 

@@ -1,5 +1,6 @@
 """Training: set-up in order, then one loop."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
 from recsys import checkpoint, metrics, report, scoring
-from recsys.distributed import broadcast, process_group
+from recsys.distributed import agreed, broadcast, gather, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.job import Data, Job, assemble
+from recsys.layers.norm import average_statistics
 from recsys.progress import Reporter
 from recsys.recipe import Recipe, Split
 from recsys.run_folder import RunFolder, environment
@@ -52,20 +54,23 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Resul
     Raises:
         UserError: Recipe, data or machine do not fit; raised before the first step on all ranks.
     """
-    with process_group(recipe.train.device) as ranks:
+    with process_group(recipe.train.device, threads=recipe.train.threads_per_rank) as ranks:
         encoder = Encoder(recipe)
-        data = Data(recipe, encoder, ranks)
+        data = Data.open(recipe, encoder, ranks)
         encoder.fit(data.scan())
         job = assemble(recipe, ranks, encoder)
         folder = RunFolder.create(run, recipe, name, ranks)
         with folder.logging():
-            folder.write_json("environment.json", environment(ranks, torch.get_num_threads()))
+            facts = environment(ranks, torch.get_num_threads())
+            facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
+            folder.write_json("environment.json", facts)
             folder.write_json("plan.json", job.describe_plan())
             _describe_start(job, data, folder)
             final = _Training(job, data, folder).run()
-            page = report.write_report(folder.path) if ranks.rank == 0 else folder.path / "report.html"
-            dist.barrier()
-            return Result(folder.path, final, page)
+            with agreed("report"):
+                if ranks.rank == 0:
+                    report.write_report(folder.path)
+            return Result(folder.path, final, folder.path / "report.html")
 
 
 def _describe_start(job: Job, data: Data, folder: RunFolder) -> None:
@@ -93,6 +98,7 @@ class _Training:
         self.reporter = Reporter(folder, self.reader.num_steps * self.settings.epochs)
         self.step = 0
         self.best: dict[str, Any] = {}  # the evaluation of the kept epoch; empty before the first
+        self.cut: dict[str, int] = {}
         self.start_s = time.perf_counter()
 
     def run(self) -> dict[str, Any]:
@@ -100,10 +106,12 @@ class _Training:
         with contextlib.closing(self.reporter):
             for epoch in range(1, self.settings.epochs + 1):
                 evaluation = {"epoch": epoch, **self._train_epoch(epoch)}
+                if epoch == 1:
+                    self._tell_what_was_cut()
                 if "valid" in self.data.sets:
                     evaluation |= self._evaluate("valid").metrics
                 evaluation["elapsed_s"] = time.perf_counter() - self.start_s
-                self.reporter.evaluated("valid", evaluation)
+                self.reporter.evaluated("valid" if "valid" in self.data.sets else "train", evaluation)
                 if self._is_better(evaluation):
                     self._keep(evaluation)
                 elif self.settings.patience and epoch - self.best["epoch"] >= self.settings.patience:
@@ -128,12 +136,23 @@ class _Training:
                     losses = []
                     self.reporter.lost(self.step, mean)
         elapsed_s = time.perf_counter() - start_s
+        if not self.settings.shared_batch_statistics:
+            average_statistics(self.job.task, self.job.ranks.group)
         return {
             "step": self.step,
             "train_loss": total / self.reader.num_steps,
             "rows_per_s": rows / elapsed_s,
             "reader_wait_share": batches.waited_s / elapsed_s,
         }
+
+    def _tell_what_was_cut(self) -> None:
+        """Lists and histories over their `max_length` in one epoch, of all ranks."""
+        total: collections.Counter[str] = sum(
+            map(collections.Counter, gather(self.job.encoder.counters)), collections.Counter()
+        )
+        self.cut = {name.removeprefix("cut/"): count for name, count in sorted(total.items())}
+        for name, count in self.cut.items():
+            log.info("%s: %s rows of an epoch had lists over max_length, which were cut", name, f"{count:,}")
 
     @contextlib.contextmanager
     def _pipeline(self) -> Iterator[TrainPipeline]:
@@ -161,7 +180,7 @@ class _Training:
                 received=mean,
                 fix="lower optimizer.sparse.learning_rate or optimizer.dense.learning_rate",
             )
-            error.reported_by_rank_0 = True
+            error.is_printed_here = self.job.ranks.rank == 0
             raise error
         return mean
 
@@ -170,13 +189,13 @@ class _Training:
         return broadcast(scoring.evaluate(self.job.task, self.data, self.data.reader(split)))
 
     def _is_better(self, evaluation: dict[str, Any]) -> bool:
-        """Whether this epoch replaces the kept one; an undefined metric never beats a defined one."""
+        """Whether this epoch replaces the kept one; where the metric is undefined, the newest epoch counts."""
         if not self.best or "valid" not in self.data.sets:
             return True
         new, old = evaluation[self.settings.monitor], self.best[self.settings.monitor]
         if new is None or old is None:
-            return new is not None
-        return new < old if self.settings.monitor == "logloss" else new > old
+            return old is None
+        return new > old if metrics.METRICS[self.settings.monitor].higher_is_better else new < old
 
     def _keep(self, evaluation: dict[str, Any]) -> None:
         """Checkpoint this epoch as the best one and drop the former one."""
@@ -190,6 +209,7 @@ class _Training:
         """Evaluate the best epoch on the test set and write metrics.json."""
         final: dict[str, Any] = {"best_epoch": self.best["epoch"], "step": self.best["step"], "epochs": last["epoch"]}
         final["rows_per_s"], final["reader_wait_share"] = last["rows_per_s"], last["reader_wait_share"]
+        final["rows_with_cut_lists"] = self.cut
         if "valid" in self.data.sets:
             final["valid"] = {k: v for k, v in self.best.items() if k in metrics.METRICS}
         if "test" in self.data.sets:

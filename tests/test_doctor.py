@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys import doctor, stack
+from recsys import doctor, machine, stack
 
 ROOT = Path(__file__).parent.parent
 FACTS = {"load_s": 1.0, "cuda": None, "devices": [], "threads": 1}
@@ -73,7 +73,7 @@ def doctor_with(fakes: dict[str, str], folder: Path) -> subprocess.CompletedProc
     for name, code in fakes.items():
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(code)
-    code = "import sys; from recsys import doctor; text, ok = doctor.report(); print(text); sys.exit(not ok)"
+    code = "import sys; from recsys import doctor, machine; text, ok = doctor.report(); print(text); sys.exit(not ok)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     return subprocess.run([sys.executable, "-c", code], env=env, cwd=folder, capture_output=True, text=True)
 
@@ -100,8 +100,8 @@ def test_library_that_kills_its_process_does_not_kill_the_doctor(tmp_path):
 @pytest.mark.parametrize("version", [1, 2])
 def test_tightest_limit_of_all_control_groups_above_the_process_counts(version, tmp_path, monkeypatch):
     own = tmp_path / "cgroup"
-    monkeypatch.setattr(doctor, "_OWN_CGROUPS", own)
-    monkeypatch.setattr(doctor, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
     if version == 1:
         own.write_text("4:memory:/job/task\n3:cpu,cpuacct:/job/task\n0::/\n")
         memory, cpu, file = tmp_path / "memory/job", tmp_path / "cpu/job", "memory.limit_in_bytes"
@@ -116,10 +116,10 @@ def test_tightest_limit_of_all_control_groups_above_the_process_counts(version, 
     (memory / "task" / file).write_text(f"{unlimited}\n")
     for name, text in limits.items():
         (cpu / name).write_text(f"{text}\n")
-    assert doctor._memory_limit_gib() == 3
-    assert doctor._cpu_quotas() == [1.5]
+    assert machine.memory_limit_bytes() == 3 * 2**30
+    assert machine.cpu_quotas() == [1.5]
 
 
 def test_no_control_groups_mean_no_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "_OWN_CGROUPS", tmp_path / "absent")
-    assert doctor._memory_limit_gib() == float("inf") and doctor._cpu_quotas() == []
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "absent")
+    assert machine.memory_limit_bytes() == float("inf") and machine.cpu_quotas() == []

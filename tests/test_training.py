@@ -31,10 +31,10 @@ def run(data, tmp_path):
                 | {"group": "user_id", "batch_size_per_rank": 100, "shuffle_rows": 1000},
                 "features": [
                     {"kind": "id", "columns": ["user_id", "item_id", "category_id"]},
-                    {"kind": "history", "of": {"history_item_id": "item_id"}},
+                    {"kind": "history", "of": {"history_item_id": "item_id", "history_category_id": "category_id"}},
                     {"kind": "number", "columns": ["number_1"]},
                 ],
-                "tables": {"default": {"dim": 4, "rows": 200}},
+                "tables": {"default": {"dim": 4, "rows": 200, "l2": 0.01}},
                 "train": {"epochs": 2, "device": "cpu", "log_every_steps": 1},
             }
         )

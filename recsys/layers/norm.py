@@ -105,6 +105,16 @@ class _NormalizeOverRanks(torch.autograd.Function):
         return grad_in_BD.to(grad_BD.dtype), None, None, None, None
 
 
+@torch.no_grad()
+def average_statistics(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the mean of their running statistics, where each has gathered its own."""
+    for module in model.modules():
+        if isinstance(module, BatchNorm) and module.process_group is None:
+            for statistic in (module.running_mean, module.running_var):
+                dist.all_reduce(statistic, group=group)
+                statistic /= dist.get_world_size(group)
+
+
 def synchronize_statistics(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let every BatchNorm of `model` take its training statistics over the rows of all ranks of `group`.
 

@@ -41,6 +41,8 @@ class DINConfig(_Config):
     """Activation inside the activation unit."""
     attention_normalization: Literal["none", "softmax"] = "none"
     """`none` keeps the intensity of interest, as in the paper; `softmax` makes the weights of a history sum to 1."""
+    interest_product: bool = False
+    """Give the tower candidate * pooled history, element by element, beside the pooled history."""
     hidden: Widths = pydantic.Field(default=(200, 80), strict=False)
     """Widths of the tower's hidden layers."""
     activation: Activation = "dice"

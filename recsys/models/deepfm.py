@@ -69,7 +69,7 @@ class DeepFM(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B,); B may be 0. An empty list of ids adds nothing."""
-        vectors, _ = self.embeddings(batch.pooled, batch.sequence, batch.labels)
+        vectors, _ = self.embeddings(batch.pooled, batch.sequence, batch.weights)
         fields_BFE = torch.stack([vectors[name] for name in self.features], dim=1)
         if self.number_vectors is not None:
             fields_BFE = torch.cat([fields_BFE, batch.dense.unsqueeze(2) * self.number_vectors], dim=1)

@@ -17,7 +17,10 @@ Differs from the paper:
 - Batch normalisation before each activation of the tower (an option, on by default), which the paper does not have.
 - Initial values: tables N(0, init_std^2) (0.01 unless the table says otherwise), linear layers Glorot uniform with
   bias 0, Dice's slope 0, PReLU's 0.25.
-- No mini-batch aware regularisation.
+- `interest_product: true` gives the tower q * pooled as well; the public code of DIEN's DIN baseline
+  (github.com/mouna99/dien) has the like.
+- Regularisation is a table's `l2`, which pulls on the rows of a batch only, as the paper's mini-batch aware kind
+  does; the paper divides by how often an id occurs, ours does not.
 """
 
 from typing import ClassVar
@@ -31,7 +34,7 @@ from recsys.errors import UserError
 from recsys.layers.attention import LocalActivation
 from recsys.layers.mlp import MLP, linear
 from recsys.models.config import DINConfig
-from recsys.schema import History, Inputs
+from recsys.schema import Inputs
 
 
 class DIN(nn.Module):
@@ -55,8 +58,10 @@ class DIN(nn.Module):
                 fix="declare a history, or choose a model without attention, such as deepfm",
             )
         self.inputs = inputs
-        self.interests = nn.ModuleList(_Interest(inputs, history, config) for history in inputs.histories)
+        self.interests = _Interests(inputs, config)
         tower_dim = sum(inputs.table_of(name).dim for name in (*_fields(inputs), *inputs.history_columns))
+        if config.interest_product:
+            tower_dim += sum(inputs.table_of(column).dim for column in inputs.history_columns)
         tower_dim += len(inputs.dense)
         self.input_dropout = nn.Dropout(config.embedding_dropout)
         self.tower = MLP(
@@ -71,44 +76,56 @@ class DIN(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B,); B may be 0. A row whose histories are all empty is scored by its other inputs alone."""
-        vectors, events = self.embeddings(batch.pooled, batch.sequence, batch.labels)
-        parts = [vectors[name] for name in _fields(self.inputs)]
-        for history, interest in zip(self.inputs.histories, self.interests, strict=True):
-            columns = [events[column] for column in history.of]
-            parts.append(interest([vectors[target] for target in history.of.values()], columns))
+        vectors, events = self.embeddings(batch.pooled, batch.sequence, batch.weights)
+        parts = [*(vectors[name] for name in _fields(self.inputs)), self.interests(vectors, events)]
         if self.inputs.dense:
             parts.append(batch.dense)
         return self.output(self.tower(self.input_dropout(torch.cat(parts, dim=1)))).squeeze(1)
 
 
-class _Interest(nn.Module):
-    """One history: its columns, which run in step, attended to with their targets."""
+class _Interests(nn.Module):
+    """All histories of a batch, each attended to with the candidate's vectors.
 
-    def __init__(self, inputs: Inputs, history: History, config: DINConfig) -> None:
+    One module, so that TorchRec's tracer takes it as a whole.
+    """
+
+    def __init__(self, inputs: Inputs, config: DINConfig) -> None:
         super().__init__()
-        self.columns = tuple(history.of)
-        self.attention = LocalActivation(
-            sum(inputs.table_of(column).dim for column in self.columns),
-            config.attention_hidden,
-            activation=config.attention_activation,
-            normalization=config.attention_normalization,
+        self.histories, self.product = inputs.histories, config.interest_product
+        self.attentions = nn.ModuleList(
+            LocalActivation(
+                sum(inputs.table_of(column).dim for column in history.of),
+                config.attention_hidden,
+                activation=config.attention_activation,
+                normalization=config.attention_normalization,
+            )
+            for history in inputs.histories
         )
 
-    def forward(self, targets: list[Tensor], columns: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """(B, D) from targets (B, D_i) and columns ((N, D_i), (B,) lengths), D being the sum of the D_i."""
-        values, lengths = zip(*columns, strict=True)
-        # Comparing lengths on a GPU would make the host wait for it; the sizes alone are free.
-        compare_lengths = lengths[0].device.type == "cpu"
-        for name, values_i, lengths_i in zip(self.columns[1:], values[1:], lengths[1:], strict=True):
-            same_size = values_i.shape[0] == values[0].shape[0]
-            if not same_size or (compare_lengths and not torch.equal(lengths_i, lengths[0])):
-                raise UserError(
-                    f"History columns {self.columns[0]!r} and {name!r} have different lengths",
-                    received=f"{values[0].shape[0]} and {values_i.shape[0]} events in this batch",
-                    allowed="the same number of events in every row",
-                    fix="repair the data, or declare them as two histories",
-                )
-        return self.attention(torch.cat(targets, dim=1), torch.cat(values, dim=1), lengths[0])
+    def forward(self, vectors: dict[str, Tensor], events: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """(B, D), D being the widths of all history columns together, twice that with products."""
+        parts = []
+        for history, attention in zip(self.histories, self.attentions, strict=True):
+            values, lengths = zip(*(events[column] for column in history.of), strict=True)
+            _require_in_step(tuple(history.of), values, lengths)
+            candidate_BD = torch.cat([vectors[target] for target in history.of.values()], dim=1)
+            pooled_BD = attention(candidate_BD, torch.cat(values, dim=1), lengths[0])
+            parts += [pooled_BD, candidate_BD * pooled_BD] if self.product else [pooled_BD]
+        return torch.cat(parts, dim=1)
+
+
+def _require_in_step(columns: tuple[str, ...], values: tuple[Tensor, ...], lengths: tuple[Tensor, ...]) -> None:
+    # Comparing lengths on a GPU would make the host wait for it; the sizes alone are free.
+    compare_lengths = lengths[0].device.type == "cpu"
+    for name, values_i, lengths_i in zip(columns[1:], values[1:], lengths[1:], strict=True):
+        same_size = values_i.shape[0] == values[0].shape[0]
+        if not same_size or (compare_lengths and not torch.equal(lengths_i, lengths[0])):
+            raise UserError(
+                f"History columns {columns[0]!r} and {name!r} have different lengths",
+                received=f"{values[0].shape[0]} and {values_i.shape[0]} events in this batch",
+                allowed="the same number of events in every row",
+                fix="repair the data, or declare them as two histories",
+            )
 
 
 def _fields(inputs: Inputs) -> list[str]:

@@ -48,7 +48,7 @@ def test_every_parameter_gets_a_gradient(case, rows, config):
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
     # Softmax does not see a shift of all scores, so their bias may have the gradient 0.
     softmax = getattr(config, "attention_normalization", "none") == "softmax"
-    assert without <= ({"interests.0.attention.rest.2.bias"} if softmax else set())
+    assert without <= ({"interests.attentions.0.rest.2.bias"} if softmax else set())
 
 
 @EACH

@@ -43,7 +43,7 @@ def plain_din(model, rows, dense, config):
             owners.append(index)
             keys.append(k)
             features.append(torch.cat([q, k, q - k, q * k]))
-    unit, kind = "interests.0.attention", config.attention_activation
+    unit, kind = "interests.attentions.0", config.attention_activation
     hidden = activate(kind, f"{unit}.rest.0", linear(f"{unit}.first", torch.stack(features)))
     hidden = activate(kind, f"{unit}.rest.1.layers.1", linear(f"{unit}.rest.1.layers.0", hidden))
     scores = linear(f"{unit}.rest.2", hidden)[:, 0]
@@ -58,7 +58,8 @@ def plain_din(model, rows, dense, config):
     for index, row in enumerate(rows):
         tags = [look_up("tag", tag) for tag in row["tags"]]
         tag = sum(tags) / len(tags) if tags else torch.zeros(width["tag"])
-        x.append(torch.cat([look_up("user", row["user"]), queries[index], tag, pooled[index], dense[index]]))
+        product = queries[index] * pooled[index] if config.interest_product else torch.zeros(0)
+        x.append(torch.cat([look_up("user", row["user"]), queries[index], tag, pooled[index], product, dense[index]]))
     hidden, place = torch.stack(x), 0
     for _ in config.hidden:
         hidden = linear(f"tower.layers.{place}", hidden)
@@ -79,8 +80,9 @@ def plain_din(model, rows, dense, config):
         {},
         {"attention_normalization": "softmax", "attention_activation": "prelu", "batch_norm": False},
         {"activation": "relu", "attention_activation": "relu"},
+        {"interest_product": True},
     ],
-    ids=["default", "softmax", "relu"],
+    ids=["default", "softmax", "relu", "product"],
 )
 def test_din_equals_a_plain_version_with_the_same_weights(
     make_inputs, make_model, make_batch, rows, settings, widths, training
@@ -117,7 +119,7 @@ def test_two_histories_have_an_attention_each_and_share_the_target(make_model):
         histories=[History({"clicked": "item"}), History({"bought": "item"})],
     )
     model = make_model(inputs, DINConfig(attention_hidden=(4,), hidden=(4,))).eval()
-    first, second = model.interests
+    first, second = model.interests.attentions
 
     def score(clicked, bought):
         lists = {"item": [1], "clicked": [clicked], "bought": [bought]}
