@@ -4,20 +4,24 @@
 `complete.json` is written last, and a folder without it is not a checkpoint.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 from recsys.distributed import agreed
 from recsys.errors import UserError
 
 _MARKER = "complete.json"
+_OTHER = "choose another checkpoint of the run, or train again"
 
 
 def save(folder: pathlib.Path, model: nn.Module, encoder: nn.Module, about: dict[str, Any]) -> None:
@@ -38,7 +42,8 @@ def save(folder: pathlib.Path, model: nn.Module, encoder: nn.Module, about: dict
         dcp.save(state, checkpoint_id=folder)
     with agreed("checkpoint"):
         if dist.get_rank() == 0:
-            text = json.dumps({**about, "entries": sorted(state)}, indent=1)
+            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+            text = json.dumps({**about, "entries": _sizes(state), "files": files}, indent=1)
             (folder / _MARKER).write_text(text + "\n", encoding="utf-8")
 
 
@@ -46,19 +51,30 @@ def load(folder: pathlib.Path, model: nn.Module, encoder: nn.Module) -> dict[str
     """Read a checkpoint into a model of any plan and number of ranks; returns what `save` stored about it.
 
     Raises:
-        UserError: The folder is no complete checkpoint, or holds other entries than the model.
+        UserError: The folder is no complete checkpoint, is damaged, or holds other entries than the model; on all
+            ranks.
     """
-    about = read_about(folder)
-    state = _state(model, encoder)
-    missing, extra = sorted(set(state) - set(about["entries"])), sorted(set(about["entries"]) - set(state))
-    if missing or extra:
-        raise UserError(
-            f"The checkpoint {str(folder)!r} does not fit the model",
-            received=f"missing {missing}, not in the model {extra}",
-            fix="use the recipe that it was trained with",
-        )
-    with _quiet():
-        dcp.load(state, checkpoint_id=folder)
+    with agreed(f"checkpoint {folder}"):
+        about = read_about(folder)
+        state = _state(model, encoder)
+        expected, found = _sizes(state), about["entries"]
+        problems = [
+            f"{name}: saved {found.get(name, 'nothing')}, the model has {expected.get(name, 'no such entry')}"
+            for name in sorted({*expected, *found})
+            if expected.get(name) != found.get(name)
+        ]
+        if problems:
+            raise UserError.collect(
+                "It does not fit the model", problems, fix="use the recipe that it was trained with"
+            )
+        for name, size in about["files"].items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+                raise UserError(f"Its file {name!r} is missing or damaged", allowed=f"{size} bytes", fix=_OTHER)
+    with agreed(f"checkpoint {folder}"), _quiet():
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except CheckpointException as error:
+            raise UserError("It is damaged", received=" ".join(str(error).split())[:300], fix=_OTHER) from error
     model.load_state_dict({k.removeprefix("model/"): v for k, v in state.items() if k.startswith("model/")})
     encoder.load_state_dict({k.removeprefix("encoder/"): v for k, v in state.items() if k.startswith("encoder/")})
     return about
@@ -67,16 +83,18 @@ def load(folder: pathlib.Path, model: nn.Module, encoder: nn.Module) -> dict[str
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
     """What was stored about a checkpoint, from its completion marker."""
     marker = folder / _MARKER
-    if not marker.is_file():
-        raise UserError(
-            f"{str(folder)!r} is not a complete checkpoint", received=f"no {_MARKER}", fix="choose another one"
-        )
-    return json.loads(marker.read_text(encoding="utf-8"))
+    try:
+        about = json.loads(marker.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(folder)!r} is not a complete checkpoint", received=str(error), fix=_OTHER) from error
+    if not isinstance(about, dict) or not {"entries", "files", "step"} <= about.keys():
+        raise UserError(f"{str(marker)!r} is not what was saved", received=f"{str(about)[:80]}", fix=_OTHER)
+    return about
 
 
 def complete(folder: pathlib.Path) -> list[pathlib.Path]:
     """The complete checkpoints in a folder, oldest step first."""
-    return sorted(path.parent for path in folder.glob(f"*/{_MARKER}"))
+    return sorted(path.parent for path in folder.glob(f"step_[0-9]*/{_MARKER}"))
 
 
 def _state(model: nn.Module, encoder: nn.Module) -> dict[str, Any]:
@@ -85,6 +103,15 @@ def _state(model: nn.Module, encoder: nn.Module) -> dict[str, Any]:
     }
 
 
-def _quiet() -> warnings.catch_warnings:
-    """DCP warns about its own use of ShardedTensor and of the default process group."""
-    return warnings.catch_warnings(action="ignore", category=FutureWarning)
+def _sizes(state: dict[str, Any]) -> dict[str, list[int]]:
+    """Full logical shape of each entry."""
+    with _quiet():
+        return {name: list(value.size()) for name, value in sorted(state.items())}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that torch gives about its own ShardedTensor and process groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -39,7 +39,7 @@ def prepare(
     from recsys.data.prepare import prepare as run_prepare
     from recsys.recipe import data_home
 
-    print(run_prepare(dataset, output or data_home() / dataset, source, **_options(options)))
+    print(run_prepare(dataset, output or data_home() / dataset, source, _options(options)))
 
 
 @app.command()
@@ -160,7 +160,12 @@ def _options(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise UserError("An option has no value", received=pair, allowed="option=value, for instance rows=10000")
+            raise UserError(
+                "An option has no value",
+                received=pair,
+                allowed="option=value, for instance rows=10000",
+                fix="write name and value with = between them",
+            )
         options[key] = value
     return options
 

@@ -56,9 +56,8 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         )
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    rank, world_size = _launched("RANK", 0), _launched("WORLD_SIZE", 1)
+    local_rank, local_world_size = _launched("LOCAL_RANK", 0), _launched("LOCAL_WORLD_SIZE", world_size)
     default = "1" if launched else ""  # torchrun sets one thread per rank where nobody has set a number
     if threads is None and os.environ.get("OMP_NUM_THREADS", default) == default:
         threads = max(1, usable_cores() // local_world_size)
@@ -79,6 +78,20 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         yield Ranks(
             rank, world_size, local_world_size, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         )
+
+
+def _launched(name: str, alone: int) -> int:
+    """A number that the launcher sets for each rank; `alone` where there is no launcher."""
+    if "RANK" not in os.environ:
+        return alone
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise UserError(
+            f"The environment sets RANK, but {name} is no number",
+            received=text or "not set",
+            fix="unset RANK to run alone, or start with torchrun, which sets all of them",
+        )
+    return int(text)
 
 
 def gather(value: Any) -> list[Any]:
@@ -114,8 +127,8 @@ def agreed(what: str) -> Iterator[None]:
     if error is not None and not isinstance(error, UserError):
         raise error
     world_size = dist.get_world_size()
-    prefix = f"{what}, rank {failed[0][0]} of {world_size}: " if world_size > 1 else ""
-    shared = UserError(prefix + failed[0][1])
+    whose = f", rank {failed[0][0]} of {world_size}" if world_size > 1 else ""
+    shared = UserError(f"{what}{whose}: {failed[0][1]}")
     shared.is_printed_here = dist.get_rank() == 0
     raise shared from error
 

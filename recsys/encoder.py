@@ -8,7 +8,7 @@ carries it and an exported model contains it.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from recsys import ids
 from recsys.data import columns
+from recsys.data.column_types import IdColumn, id_columns, id_type_problems, mixed_tables
 from recsys.errors import UserError, nearest
-from recsys.recipe import HistoryFeature, IdFeature, NumberFeature, Recipe
+from recsys.recipe import NumberFeature, Recipe
 from recsys.schema import Layout
 
 if TYPE_CHECKING:  # `recsys check` uses the encoder where torchrec is not installed.
@@ -68,19 +69,6 @@ class Statistics:
         return Statistics(count, self.mean + delta * share, squares)
 
 
-@dataclasses.dataclass(frozen=True)
-class _IdColumn:
-    name: str
-    table: str
-    exact: bool
-    num_rows: int
-    max_length: int | None = None
-    """None: one id per row, not a list."""
-    newest: bool = True
-    leader: str | None = None
-    """First column of the history that this one runs in step with."""
-
-
 class Encoder(nn.Module):
     """Encodes rows of Arrow data for one recipe.
 
@@ -105,7 +93,7 @@ class Encoder(nn.Module):
         """
         super().__init__()
         self.layout = layout = recipe.layout if layout is None else layout
-        by_name = {column.name: column for column in _id_columns(recipe)}
+        by_name = {column.name: column for column in id_columns(recipe)}
         self._ids = [by_name[name] for name in (*layout.pooled, *layout.sequence)]
         self._runs = [
             (exact, num_rows, len(list(run)))
@@ -178,6 +166,14 @@ class Encoder(nn.Module):
                 kind = schema.field(found[0]).type
                 problems += [f"{path}: column {name!r} {problem}" for problem in self._type_problems(name, kind)][:1]
         return problems
+
+    def kind_problems(self, schemas: Mapping[str, pa.Schema]) -> list[str]:
+        """Tables that are given text by one column or data set and integers by another: equal ids would never meet.
+
+        Args:
+            schemas: Schemas of all data sets of a run, by the name that each has in a sentence.
+        """
+        return list(mixed_tables(self._ids, schemas))
 
     def encode(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, *, labelled: bool = True) -> "Batch":
         """Check B rows and encode them.
@@ -267,7 +263,7 @@ class Encoder(nn.Module):
     def _type_problems(self, name: str, kind: pa.DataType) -> Iterator[str]:
         for column in self._ids:
             if column.name == name:
-                yield from _id_type_problems(column, kind)
+                yield from id_type_problems(column, kind)
         if name in self._numbers and not columns.is_number(kind):
             yield f"has the type {kind}, but the recipe reads it as a number. Do: store it as an integer or float"
         if name == self._label and not columns.is_number(kind):
@@ -311,7 +307,7 @@ class Encoder(nn.Module):
 
     def _read_values(
         self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, counters: collections.Counter[str]
-    ) -> Iterator[tuple[_IdColumn, np.ndarray | None, pa.Array]]:
+    ) -> Iterator[tuple[IdColumn, np.ndarray | None, pa.Array]]:
         """Each id column with its list lengths (None: one id per row) and ids, lists cut, histories in step."""
         leaders: dict[str, np.ndarray] = {}
         for column in self._ids:
@@ -336,48 +332,8 @@ class Encoder(nn.Module):
             yield column, lengths, values
 
 
-def _id_columns(recipe: Recipe) -> Iterator[_IdColumn]:
-    inputs = recipe.inputs
-    for feature in recipe.features:
-        if isinstance(feature, NumberFeature):
-            continue
-        names = tuple(feature.of) if isinstance(feature, HistoryFeature) else feature.columns
-        for name in names:
-            table = inputs.table_of(name).name
-            settings = recipe.table_settings(table)
-            column = _IdColumn(name, table, settings.ids == "exact", settings.rows)
-            if not isinstance(feature, IdFeature):
-                leader = names[0] if isinstance(feature, HistoryFeature) else None
-                column = dataclasses.replace(
-                    column, max_length=feature.max_length, newest=feature.keep == "newest", leader=leader
-                )
-            yield column
-
-
-def _id_type_problems(column: _IdColumn, kind: pa.DataType) -> Iterator[str]:
-    if column.max_length is None and columns.is_list(kind):
-        yield "holds lists, but the recipe reads one id per row. Do: declare it with kind `id_list` or `history`"
-        return
-    if column.max_length is not None and not columns.is_list(kind):
-        yield f"holds one value per row ({kind}), but the recipe reads a list of ids. Do: declare it with kind `id`"
-        return
-    value = kind.value_type if columns.is_list(kind) else kind
-    if pa.types.is_floating(value):
-        yield (
-            f"holds ids as floating-point numbers ({value}), in which large ids lose digits. "
-            "Do: store them as integers (nullable ones where some are missing) or text"
-        )
-    elif not columns.is_id(value):
-        yield f"has the type {value}, but ids are integers or text. Do: store it as one of them"
-    elif column.exact and columns.is_text(value):
-        yield (
-            f"holds text, but table {column.table!r} takes exact ids 0..{column.num_rows - 1}. "
-            f"Do: set tables.{column.table}.ids to hashed, or number the ids"
-        )
-
-
 def _read_keys(
-    column: _IdColumn, lengths: np.ndarray | None, values: pa.Array, rows: np.ndarray
+    column: IdColumn, lengths: np.ndarray | None, values: pa.Array, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Keys and mask of the nulls, as `columns.id_keys`; ids of an exact table are checked."""
     keys, missing = columns.id_keys(values)

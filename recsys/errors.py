@@ -39,7 +39,14 @@ class UserError(ValueError):
         return cls("\n  - ".join([f"{title} ({count}):", *problems]) + (f"\n  Do: {fix}" if fix else ""))
 
 
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that is close, upper and lower case being the same; None where none is."""
+    by_lower = {candidate.lower(): candidate for candidate in allowed}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[near[0]] if near else None
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """` Did you mean 'x'?` when one of the allowed names is close, else nothing."""
-    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest_name(name, allowed)
+    return f" Did you mean {near!r}?" if near is not None else ""

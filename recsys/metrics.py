@@ -9,7 +9,6 @@ that one shows a line only once per process, so a second evaluation would be sil
 """
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,19 +41,6 @@ METRICS: Mapping[str, Metric] = {
     "rows": Metric("rows evaluated", None),
     "groups": Metric("groups with both classes, over which GAUC is taken", None),
 }
-
-
-def check_metric_name(name: str) -> str:
-    """The name itself when it is a metric; otherwise a `UserError` that suggests the nearest one."""
-    if name not in METRICS:
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        raise UserError(
-            f"There is no metric {name!r}",
-            received=name,
-            allowed=", ".join(METRICS),
-            fix=f"use {near[0]!r}" if near else "pick a name from the list",
-        )
-    return name
 
 
 def compute(

@@ -33,7 +33,7 @@ def evaluate(run: str, *, data_path: str | None = None, json_path: str | None = 
     with _loaded(run, data_path, json_path, labelled=True) as (job, data):
         found = broadcast(scoring.evaluate(job.task, data, data.reader("test")))
         with agreed("--json"):
-            if json_path and job.ranks.rank == 0:
+            if json_path is not None and job.ranks.rank == 0:
                 pathlib.Path(json_path).write_text(json.dumps(found.metrics, indent=1) + "\n", encoding="utf-8")
         return found.metrics
 
@@ -64,15 +64,15 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
     with alike_on_host():
         folder, path = RunFolder.open(run)
         recipe = folder.recipe()
-        data_path = data_path or recipe.paths.get("test")
-        if data_path is None:
+        data_path = recipe.paths.get("test") if data_path is None else data_path
+        if not data_path:
             raise UserError("The recipe of this run names no test set", received="data.test: null", fix="use --data")
     # A model trained on GPUs may be read where there are none.
     device = "auto" if recipe.train.device == "cuda" and not torch.cuda.is_available() else recipe.train.device
     with process_group(device, threads=recipe.train.threads_per_rank) as ranks:
         with agreed("output"):
-            if target and ranks.rank == 0:
-                _require_writable(pathlib.Path(target))
+            if target is not None and ranks.rank == 0:
+                _require_writable(pathlib.Path(target), pathlib.Path(data_path))
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks, {"test": data_path}, labelled=labelled)
         data.scan()
@@ -81,12 +81,20 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
         yield job, data
 
 
-def _require_writable(path: pathlib.Path) -> None:
-    """Find out before the work whether its result can be stored."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+def _require_writable(path: pathlib.Path, data: pathlib.Path) -> None:
+    """Find out before the work whether its result can be stored, and that it does not land in the data."""
+    whole = path.absolute().parent.resolve() / path.name
+    if data.resolve() in (whole, whole.parent):
+        raise UserError(
+            f"{str(path)!r} is part of the data that is read",
+            received=str(data),
+            allowed="a file outside of it",
+            fix="name another file",
+        )
+    if not path.name or path.is_dir() or not whole.parent.is_dir():
         raise UserError(
             f"{str(path)!r} cannot be written",
-            received="a folder" if path.is_dir() else "no such folder: " + str(path.absolute().parent),
+            received="a folder" if path.is_dir() else f"no such folder: {whole.parent}",
             allowed="a file in a folder that exists",
             fix="make the folder, or name another file",
         )
@@ -94,7 +102,7 @@ def _require_writable(path: pathlib.Path) -> None:
 
 def _write(data: ParquetData, keys: list[str], probs: np.ndarray, output: pathlib.Path) -> None:
     """Copy the key columns file by file beside the probabilities, then move the whole file into place."""
-    aside = output.with_name(output.name + ".partial")
+    aside = output.with_name(f".{output.name}.partial")
     schema = pa.schema([*(data.schema.field(key) for key in keys), pa.field("probability", pa.float64())])
     start = 0
     with pq.ParquetWriter(aside, schema) as writer:

@@ -20,8 +20,12 @@ from recsys.schema import Field, History, Inputs, Layout, Pooling, Table
 RESERVED_ROWS = 3
 """Rows in front of every table: 0 padding (never looked up), 1 missing, 2 unknown. `recsys.ids` documents them."""
 
-_RANGE = re.compile(r"(.*?)(\d+)\.\.(.*?)(\d+)")
+PREDICTION = "probability"
+"""The column that `recsys predict` writes beside the key columns."""
 
+_MAX_ROWS, _MAX_WIDTH, _MAX_COUNT = 2**40, 2**16, 2**31 - 1  # beyond any use, within what int64 and int32 can count
+_RANGE = re.compile(r"(.*?)(\d+)\.\.(.*?)(\d+)")
+_MAX_RANGE = 10_000
 
 FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
 """Numbers that YAML 1.1 takes for text: `1e-3`."""
@@ -43,15 +47,20 @@ def _expand_columns(value: object) -> object:
             columns.append(item)
             continue
         match = _RANGE.fullmatch(item)
-        if not match or match[1] != match[3] or int(match[2]) > int(match[4]):
-            raise ValueError(f"{item!r} is no range of columns. Allowed: one name counted upwards, such as C1..C26")
+        if not match or match[1] != match[3] or not 0 <= int(match[4]) - int(match[2]) < _MAX_RANGE:
+            raise ValueError(
+                f"{item!r} is no range of columns. Allowed: one name counted upwards, such as C1..C26, "
+                f"over at most {_MAX_RANGE} columns"
+            )
         width = len(match[2]) if match[2].startswith("0") else 0
         columns += [f"{match[1]}{i:0{width}}" for i in range(int(match[2]), int(match[4]) + 1)]
     return tuple(columns)
 
 
+Text = Annotated[str, pydantic.Field(min_length=1)]
+Count = Annotated[int, pydantic.Field(ge=1, le=_MAX_COUNT)]
 Columns = Annotated[
-    tuple[str, ...], pydantic.BeforeValidator(_expand_columns), pydantic.Field(min_length=1, strict=False)
+    tuple[Text, ...], pydantic.BeforeValidator(_expand_columns), pydantic.Field(min_length=1, strict=False)
 ]
 Name = Annotated[str, pydantic.Field(min_length=1, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -76,7 +85,7 @@ class IdListFeature(_Settings):
     """Table that all these columns share; None gives each column a table of its own name."""
     pooling: Pooling = "mean"
     """How the vectors of one list become one vector."""
-    max_length: int = pydantic.Field(default=100, ge=1)
+    max_length: Count = 100
     """Longest list; longer ones are cut and counted."""
     keep: Literal["newest", "oldest"] = "newest"
     """Which end of a list that is too long stays: newest is the end, oldest the beginning."""
@@ -86,9 +95,9 @@ class HistoryFeature(_Settings):
     """Lists of past events, oldest first, in step, each paired with a column of the candidate."""
 
     kind: Literal["history"]
-    of: dict[str, str] = pydantic.Field(min_length=1)
+    of: dict[Text, Text] = pydantic.Field(min_length=1)
     """History column -> id column it is compared with. Both share one table."""
-    max_length: int = pydantic.Field(default=50, ge=1)
+    max_length: Count = 50
     """Longest history; longer ones are cut and counted."""
     keep: Literal["newest", "oldest"] = "newest"
     """Which end of a history that is too long stays: newest is the end, oldest the beginning."""
@@ -115,10 +124,10 @@ class TableSettings(_Settings):
 
     ids: Literal["exact", "hashed"] = "hashed"
     """`exact`: an id 0..rows-1 is its own row, others are errors. `hashed`: any integer or string, into `rows` rows."""
-    rows: int = pydantic.Field(default=100_000, ge=1)
+    rows: int = pydantic.Field(default=100_000, ge=1, le=_MAX_ROWS)
     """Rows for ids. Three rows for padding, missing and unknown come on top."""
-    dim: int = pydantic.Field(default=16, ge=1)
-    """Width of a vector; any width."""
+    dim: int = pydantic.Field(default=16, ge=1, le=_MAX_WIDTH)
+    """Width of a vector; any width up to 65536."""
     init_std: float = pydantic.Field(default=0.01, ge=0)
     """Standard deviation of the normal distribution that the vectors start from."""
     l2: float = pydantic.Field(default=0.0, ge=0)
@@ -130,19 +139,19 @@ class TableSettings(_Settings):
 class DataSettings(_Settings):
     """Where the data is and what its columns mean."""
 
-    train: str
+    train: Text
     """Parquet file or folder to train on. `${RECSYS_DATA}` stands for the data cache."""
-    valid: str | None = None
+    valid: Text | None = None
     """Parquet file or folder that chooses the best epoch; None: the last epoch is kept."""
-    test: str | None = None
+    test: Text | None = None
     """Parquet file or folder that is evaluated once, at the end, with the best epoch."""
-    label: str = "label"
+    label: Text = "label"
     """Column with 0 or 1."""
-    group: str | None = None
+    group: Text | None = None
     """Column of ids that GAUC groups by; it need not be a feature."""
-    batch_size_per_rank: int = pydantic.Field(default=1024, ge=1)
+    batch_size_per_rank: Count = 1024
     """Most rows of one rank's batch; the rows of an epoch are spread evenly over its steps."""
-    shuffle_rows: int = pydantic.Field(default=262_144, ge=0)
+    shuffle_rows: int = pydantic.Field(default=262_144, ge=0, le=_MAX_COUNT)
     """Rows held in memory and shuffled together, per rank; 0 keeps the order of the files."""
 
 
@@ -182,9 +191,9 @@ class OptimizerSettings(_Settings):
 class TrainSettings(_Settings):
     """The training loop."""
 
-    epochs: int = pydantic.Field(default=1, ge=1)
+    epochs: Count = 1
     """Most passes over the training data."""
-    patience: int | None = pydantic.Field(default=None, ge=1)
+    patience: Count | None = None
     """Stop after this many evaluations without a better `monitor`; None: never."""
     monitor: Literal["auc", "gauc", "logloss"] = "auc"
     """Validation metric that decides which epoch is kept."""
@@ -192,13 +201,13 @@ class TrainSettings(_Settings):
     """Decides initial values, shuffling and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA devices when there are any."""
-    threads_per_rank: int | None = pydantic.Field(default=None, ge=1)
+    threads_per_rank: Annotated[int, pydantic.Field(ge=1, le=4096)] | None = None
     """Threads that torch uses; None: OMP_NUM_THREADS if that is set, else the host's cores over its ranks."""
     shared_batch_statistics: bool = True
     """Normalisation layers see the batches of all ranks, so that N ranks train as one. False saves the exchange."""
     pipeline: Literal["auto", "plain", "sparse_dist"] = "auto"
     """`sparse_dist` overlaps the exchange of the next batch's ids with this step; `auto` does so on CUDA."""
-    log_every_steps: int = pydantic.Field(default=20, ge=1)
+    log_every_steps: Count = 20
     """Steps between two points of the training loss curve."""
 
 
@@ -249,6 +258,14 @@ class Recipe(_Settings):
                     )
         if self.data.label in names:
             yield f"features: the label {self.data.label!r} must not be a feature. Do: remove it from `features`"
+        if self.data.group == self.data.label:
+            yield f"data.group: {self.data.group!r} is the label, in whose groups no AUC is defined. Do: group by an id"
+        if PREDICTION in self.key_columns:
+            where = "data.group" if self.data.group == PREDICTION else "features"
+            yield f"{where}: {PREDICTION!r} is the column that predictions are written to. Do: rename it in the data"
+        for name, widths in self.model:
+            if isinstance(widths, tuple) and max(widths, default=0) > _MAX_WIDTH:
+                yield f"model.{name}: a layer is too wide. Received: {max(widths)}. Allowed: 1..{_MAX_WIDTH}"
         used = set(self.id_columns.values())
         for name in sorted(used):
             if name == "default" or "." in name:
@@ -341,7 +358,7 @@ class Recipe(_Settings):
 
     def resolved(self) -> "Recipe":
         """The recipe with its data paths written out, to be read from any folder."""
-        return self.model_copy(update={"data": self.data.model_copy(update=dict(self.paths))})
+        return self.model_copy(update={"data": self.data.model_copy(update={str(split): path for split, path in self.paths.items()})})
 
     def to_yaml(self) -> str:
         """The resolved recipe: every setting of this run, readable by `recsys.recipe_file.load`."""
@@ -357,15 +374,25 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+01234567
 
 def data_home() -> pathlib.Path:
     """Folder of downloaded and prepared data: `RECSYS_DATA`, else ~/.cache/recsys."""
-    return pathlib.Path(os.environ.get("RECSYS_DATA") or "~/.cache/recsys").expanduser()
+    path = os.environ.get("RECSYS_DATA") or "~/.cache/recsys"
+    return _with_home(path, "set RECSYS_DATA to an absolute path")
 
 
 def expand_path(path: str) -> str:
     """A path with `${RECSYS_DATA}` and `~` written out, absolute.
 
     Raises:
-        UserError: It is the address of a remote file.
+        UserError: It is the address of a remote file, or begins with a home folder that is not known.
     """
     if "://" in path:
         raise UserError("Data is read from local paths only", received=path, fix="copy it here, or mount its storage")
-    return str(pathlib.Path(path.replace("${RECSYS_DATA}", str(data_home()))).expanduser().absolute())
+    if "${RECSYS_DATA}" in path:
+        path = path.replace("${RECSYS_DATA}", str(data_home()))
+    return str(_with_home(path, "give an absolute path").absolute())
+
+
+def _with_home(path: str, fix: str) -> pathlib.Path:
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError("The home folder that a path begins with is not known", received=path, fix=fix) from error

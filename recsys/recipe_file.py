@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -25,7 +27,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or a path that no file system knows
         raise UserError(
             f"The recipe {str(path)!r} cannot be read", received=str(error), fix="give the path of a YAML file"
         ) from error
@@ -34,13 +36,14 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
 
 def parse(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
     """Read a recipe from YAML text; see `load`."""
-    try:
-        raw = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{source} is not valid YAML", received=" ".join(str(error).split())) from error
+    raw = _read(text, f"{source} is not valid YAML", fix="correct the text at that place")
     if not isinstance(raw, dict):
+        required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
         raise UserError(
-            f"{source} is not a recipe", received=type(raw).__name__, allowed="a mapping with the key `model`"
+            f"{source} is not a recipe",
+            received="nothing" if raw is None else _SHOWN.repr(raw),
+            allowed=f"a mapping with the keys {', '.join(required)}, and optional ones",
+            fix="begin with a copy of a recipe under models/",
         )
     for override in overrides:
         _apply(raw, override)
@@ -49,6 +52,16 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> R
     except pydantic.ValidationError as error:
         problems = [line for e in error.errors() for line in _describe(e)]
         raise UserError.collect(f"{source} has problems", problems) from None
+
+
+def _read(text: str, problem: str, fix: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML leaves a scalar that does not suit its tag (`2020-99-99`, `!!bool x`) to Python's own errors.
+        deep = isinstance(error, RecursionError)
+        received = "brackets nested too deeply" if deep else " ".join(str(error).split())
+        raise UserError(problem, received=received, fix=fix) from None if deep else error
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,17 +83,17 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(
-            "An override has no value", received=override, allowed="key.path=value, for instance train.epochs=3"
+            "An override has no value",
+            received=override,
+            allowed="key.path=value, for instance train.epochs=3",
+            fix="write key and value with = between them",
         )
-    try:
-        parsed = yaml.load(value, _Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"The value of {key!r} is not valid YAML", received=value, fix="quote it") from error
+    parsed = _read(value, f"The value of {key!r} is not valid YAML", fix="quote the value, or close its brackets")
     *parents, last = key.split(".")
     node: Any = raw
     for part in parents:
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
+        if (place := _place(node, part)) is not None:
+            node = node[place]
         elif isinstance(node, dict):
             node[part] = {} if node.get(part) is None else node[part]
             node = node[part]
@@ -88,48 +101,94 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             node = None
         if node is None:
             break
-    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
-        node[int(last)] = parsed
+    if (place := _place(node, last)) is not None:
+        node[place] = parsed
     elif isinstance(node, dict):
         node[last] = parsed
     else:
         raise UserError(
-            f"The override {key!r} leads nowhere in this recipe", received=override, fix="check the key's path"
+            f"The override {key!r} leads nowhere in this recipe",
+            received=override,
+            allowed="keys of the recipe, and numbers of list items that are there, counted from 0",
+            fix="check the key's path",
         )
+
+
+def _place(node: Any, part: str) -> int | None:
+    """The index that a part of a path means in a list; None where it means none."""
+    if not isinstance(node, list) or not part.isdecimal():
+        return None
+    return next((place for place in range(len(node)) if str(place) == part), None)
+
+
+_SHOWN = reprlib.Repr()
+"""Cuts values short before they are written out: an alias of an alias of an alias can be as long as it likes."""
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
+_SHOWN.maxlevel = 2
+_SHOWN.maxlist = _SHOWN.maxdict = 4
+
+
+_MUST_BE = {
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "string_type": "text. Do: quote it",
+    "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "letters, digits and _, without a digit at the beginning",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+"""pydantic's kinds of errors -> what the value must be; its own words serve for limits."""
+
+_ITEMS = {"columns": "name", "features": "feature", "of": "pair of a history column and an id column"}
+"""What the lists and mappings that may not be empty hold."""
 
 
 def _describe(error: Any) -> list[str]:
     """Our sentences for one pydantic error: key, what is wrong, received, allowed."""
-    tag_at = _TAG_AT.get(error["loc"][0]) if error["loc"] else None
-    location = [part for index, part in enumerate(error["loc"]) if index != tag_at]
+    kind, full, given = error["type"], error["loc"], error.get("input")
+    tag_at = _TAG_AT.get(full[0]) if full else None
+    location = [part for index, part in enumerate(full) if index != tag_at and part != "[key]"]
     key = ".".join(str(part) for part in location)
-    if error["type"] == "value_error" and not location:
-        return str(error["ctx"]["error"]).splitlines()
-    if error["type"] == "value_error":
-        return [f"{key}: {error['ctx']['error']}"]
-    if error["type"] == "too_short" and error["input"]:
-        return []  # Items were given, and each is reported by itself.
-    if error["type"] == "extra_forbidden":
-        allowed = _allowed_keys(error["loc"])
-        return [f"{key}: unknown key. Allowed: {sorted(allowed)}.{nearest(str(location[-1]), allowed)}"]
-    if error["type"] == "missing":
-        return [f"{key}: this key is required and missing"]
-    if error["type"] == "union_tag_invalid":
-        names = error["ctx"]["expected_tags"].replace("'", "").split(", ")
-        tag = str(error["ctx"]["tag"])
-        kind = error["ctx"]["discriminator"].strip("'")
-        return [f"{key}: unknown {kind} {tag!r}. Allowed: {names}.{nearest(tag, names)}"]
-    shown = repr(error.get("input"))
-    shown = shown if len(shown) < 80 else shown[:77] + "..."
-    return [f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}. Received: {shown}"]
+    last = location[-1] if location else ""
+    if kind == "value_error":
+        return [f"{key}: {error['ctx']['error']}"] if location else str(error["ctx"]["error"]).splitlines()
+    if kind == "too_short":  # Where items were given, each is reported by itself.
+        return [] if given else [f"{key}: there must be at least one {_ITEMS.get(last, 'item')}. Do: add one"]
+    if kind == "invalid_key" or full[-1:] == ("[key]",):
+        return [f"{key}: a key must be text. Received: {_SHOWN.repr(given)}. Do: quote it"]
+    if kind == "extra_forbidden":
+        allowed = list(_class_at(full).model_fields)
+        return [f"{key}: unknown key. Allowed: {sorted(allowed)}.{nearest(str(last), allowed)}"]
+    if kind == "missing":
+        meaning = (_class_at(full).model_fields[last].description or "").partition(".")[0]
+        return [f"{key}: this key is required and missing. Do: add it; it means: {meaning}"]
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = error["ctx"]["discriminator"].strip("'")
+        union = ModelConfig if location == ["model"] else Feature
+        names = [get_args(cls.model_fields[tag].annotation)[0] for cls in get_args(get_args(union)[0])]
+        if kind == "union_tag_not_found":
+            return [f"{key}: the key `{tag}` is required and missing. Allowed: {names}. Do: add `{tag}: {names[0]}`"]
+        found = str(error["ctx"]["tag"])
+        return [f"{key}: unknown {tag} {_SHOWN.repr(found)}. Allowed: {names}.{nearest(found, names)}"]
+    if kind == "literal_error":
+        names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return [f"{key}: unknown value {_SHOWN.repr(given)}. Allowed: {names}.{nearest(str(given), names)}"]
+    must_be = _MUST_BE.get(kind) or error["msg"].removeprefix("Input should be ")
+    if kind == "tuple_type":
+        must_be = f"a list of {_ITEMS.get(last, 'whole number')}s"
+    what, do, fix = must_be.partition(". Do: ")
+    return [f"{key}: must be {what}. Received: {_SHOWN.repr(given)}{do}{fix}"]
 
 
 _TAG_AT = {"model": 1, "features": 2}
 """Where pydantic puts the `name` or `kind` of the chosen class into an error's path, by the path's first part."""
 
 
-def _allowed_keys(location: tuple[Any, ...]) -> list[str]:
-    """Keys that may stand where an unknown one was found, by walking the models along its path."""
+def _class_at(location: tuple[Any, ...]) -> type[pydantic.BaseModel]:
+    """The settings in which the last key of a path was looked for, by walking the models along the path."""
     classes = [*get_args(get_args(Feature)[0]), *get_args(get_args(ModelConfig)[0])]
     tags = [_annotation(cls, "kind") or _annotation(cls, "name") for cls in classes]
     by_tag = {get_args(tag)[0]: cls for tag, cls in zip(tags, classes, strict=True)}
@@ -141,7 +200,7 @@ def _allowed_keys(location: tuple[Any, ...]) -> list[str]:
             node = TableSettings
         elif isinstance(found := _annotation(node, part), type(pydantic.BaseModel)):
             node = found
-    return list(node.model_fields)
+    return node
 
 
 def _annotation(model: type[pydantic.BaseModel], name: Any) -> Any:

@@ -58,7 +58,7 @@ class RunFolder:
         Args:
             path: A run folder (its only, or newest, checkpoint is taken) or a checkpoint inside one.
         """
-        given = pathlib.Path(path)
+        given = pathlib.Path(path).absolute()
         run, checkpoints = given, checkpoint.complete(given / "checkpoints")
         if given.parent.name == "checkpoints":
             checkpoint.read_about(given)
@@ -109,16 +109,22 @@ class RunFolder:
 
 
 def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
+    """Take an empty or new folder; of two runs that try at once, one gets it."""
+    problem = "The run folder {!r} already belongs to a run"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "recipe.yaml").exists() and any(folder.iterdir()):
+            problem = "The run folder {!r} is not empty"
+            raise FileExistsError
         with (folder / "recipe.yaml").open("x", encoding="utf-8") as file:
             file.write(recipe.resolved().to_yaml())
-    except FileExistsError as error:
-        raise UserError(
-            f"The run folder {str(folder)!r} already belongs to a run", fix="name another one with --run-dir"
-        ) from error
+    except (FileExistsError, NotADirectoryError) as error:
+        problem = problem if folder.is_dir() else "The run folder {!r} is a file, or lies in one"
+        allowed = "a new or an empty folder"
+        raise UserError(problem.format(str(folder)), allowed=allowed, fix="name another one with --run-dir") from error
     except OSError as error:
-        raise UserError(f"The run folder {str(folder)!r} cannot be written", received=str(error)) from error
+        fix = "name another one with --run-dir"
+        raise UserError(f"The run folder {str(folder)!r} cannot be written", received=str(error), fix=fix) from error
 
 
 def environment(ranks: Ranks, num_threads: int) -> dict[str, Any]:

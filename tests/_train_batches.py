@@ -90,8 +90,11 @@ def run(config: dict) -> None:
             optimizer.step()
         after = whole_weights(job)
         if ranks.rank == 0:
-            kinds = {t["name"]: t["kind"] for t in job.describe_plan()["tables"]}
-            torch.save({"before": before, "after": after, "kinds": kinds}, config["output"])
+            tables = job.describe_plan()["tables"]
+            kinds = {table["name"]: table["kind"] for table in tables}
+            num_shards = {table["name"]: len(table["shards"]) for table in tables}
+            found = {"before": before, "after": after, "kinds": kinds, "num_shards": num_shards}
+            torch.save(found, config["output"])
 
 
 if __name__ == "__main__":

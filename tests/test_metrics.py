@@ -253,14 +253,6 @@ def test_calibration_curve_of_no_rows_is_empty_and_of_no_bins_an_error():
         metrics.calibration_curve(np.zeros(0), np.zeros(0), bins=0)
 
 
-def test_an_unknown_metric_name_suggests_the_nearest():
-    assert [metrics.check_metric_name(name) for name in metrics.METRICS] == list(metrics.METRICS)
-    with pytest.raises(UserError, match="use 'auc'"):
-        metrics.check_metric_name("acu")
-    with pytest.raises(UserError, match="pick a name"):
-        metrics.check_metric_name("zzz")
-
-
 def test_the_module_does_not_import_torch():
     code = "import sys, recsys.metrics; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

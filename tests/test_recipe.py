@@ -5,7 +5,7 @@ import pytest
 
 from recsys import recipe_file
 from recsys.errors import UserError
-from recsys.recipe import RESERVED_ROWS, Recipe
+from recsys.recipe import RESERVED_ROWS, Recipe, data_home
 
 TEXT = """
 # A recipe that uses every kind of feature.
@@ -61,6 +61,22 @@ def test_paths_write_out_the_data_home_and_the_users_home(monkeypatch):
     assert recipe_file.parse(TEXT).paths == {"train": "/big/disk/train", "valid": "/home/me/valid"}
 
 
+def test_a_home_that_is_not_known_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("RECSYS_DATA", "~nouser/x")
+    with pytest.raises(UserError, match=r"Received: ~nouser/x\. Do: set RECSYS_DATA"):
+        data_home()
+    with pytest.raises(UserError, match="RECSYS_DATA"):
+        recipe_file.parse(TEXT).paths  # noqa: B018
+    monkeypatch.delenv("RECSYS_DATA")
+
+    def unknown(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.expanduser", unknown)
+    with pytest.raises(UserError, match="RECSYS_DATA"):
+        data_home()
+
+
 def test_ranges_keep_leading_zeros_and_work_from_python():
     recipe = recipe_file.parse(TEXT.replace("I1..I3", "I08..I10"))
     assert recipe.dense_columns == ("I08", "I09", "I10")
@@ -113,6 +129,38 @@ BAD = {
     "table called default": (("[tags]", "[default]"), ["no table can be called 'default'"]),
     "key twice": (("optimizer:", "model: {name: din}\noptimizer:"), ["not valid YAML", "'model' stands twice"]),
     "no YAML": (("[tags]", "[tags"), ["not valid YAML"]),
+    "too deep YAML": (("[tags]", "[" * 3000), ["not valid YAML", "nested too deeply", "Do: "]),
+    "a tag that does not suit": (("[tags]", "!!bool tags"), ["not valid YAML", "Do: "]),
+    "no such day": (("[tags]", "2020-99-99"), ["not valid YAML", "month"]),
+    "endless number": (("max_length: 7", "max_length: " + "9" * 5000), ["not valid YAML"]),
+    "group without a name": (("group: user", "group: ''"), ["data.group: must be text that is not empty"]),
+    "label without a name": (("group: user", "label: ''"), ["data.label: must be text that is not empty"]),
+    "column without a name": (("[tags]", "['']"), ["features.2.columns.0: must be text that is not empty"]),
+    "label as the group": (("group: user", "group: label"), ["data.group: 'label' is the label"]),
+    "group called probability": (("group: user", "group: probability"), ["data.group: 'probability'", "rename"]),
+    "id called probability": (("shop]", "shop, probability]"), ["features: 'probability'", "rename"]),
+    "too many rows": (("rows: 1_000", f"rows: {2**40 + 1}"), ["tables.item.rows", f"{2**40}. Received: {2**40 + 1}"]),
+    "too wide": (("dim: 6", "dim: 65537"), ["tables.default.dim", "65536. Received: 65537"]),
+    "too wide layer": (("[8, 4]", "[8, 65537]"), ["model.hidden", "Received: 65537. Allowed: 1..65536"]),
+    "too long list": (("max_length: 7", f"max_length: {2**31}"), ["features.2.max_length", str(2**31 - 1)]),
+    "too long history": (("max_length: 20", f"max_length: {2**31}"), ["features.3.max_length", str(2**31 - 1)]),
+    "too many columns": (("C8..C10", "C1..C99999999999"), ["features.1.columns", "at most 10000 columns"]),
+    "one name for a list": (("[tags]", "tags"), ["features.2.columns: must be a list of names. Received: 'tags'"]),
+    "no column": (("[tags]", "[]"), ["features.2.columns: there must be at least one name. Do: "]),
+    "no history": (("{clicked_item: item, clicked_shop: shop}", "{}"), ["features.3.of", "at least one pair"]),
+    "one width for a list": (("[8, 4]", "8"), ["model.hidden: must be a list of whole numbers. Received: 8"]),
+    "no model name": (("{name: din, hidden: [8, 4]}", "{}"), ["model: the key `name`", "['deepfm', 'din']", "Do: "]),
+    "a name for the model": (("{name: din, hidden: [8, 4]}", "din"), ["model: must be a mapping. Received: 'din'"]),
+    "no kind": (("kind: number, ", ""), ["features.4: the key `kind`", "'number'", "Do: "]),
+    "a table that is no mapping": (("{rows: 1_000, ids: exact}", "5"), ["tables.item: must be a mapping. Received: 5"]),
+    "upper case model": (("name: din", "name: DIN"), ["unknown name 'DIN'", "mean 'din'?"]),
+    "near activation": (("[8, 4]", "[8], activation: dicee"), ["model.activation", "'dicee'", "mean 'dice'?"]),
+    "near keep": (("max_length: 7", "keep: newst"), ["features.2.keep: unknown value 'newst'", "mean 'newest'?"]),
+    "table name with a space": (("table: shared", "table: a b"), ["features.1.table: must be letters, digits and _"]),
+    "a key that is a number": (("group: user", "5: user"), ["data.5: a key must be text", "Do: quote it"]),
+    "a table that is a number": (("item: {rows", "5: {rows"), ["tables.5: a key must be text", "Do: quote it"]),
+    "a number for text": (("group: user", "group: 5"), ["data.group: must be text. Received: 5", "Do: quote it"]),
+    "missing, with what to do": (("train: ", "test: "), ["Do: add it; it means: Parquet file or folder to train on"]),
 }
 
 
@@ -122,6 +170,55 @@ def test_a_mistake_is_named_with_its_key_and_the_near_right_one(case):
     text = problems(change)
     assert all(part in text for part in expected), text
     assert "1 problem" in text or "YAML" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "limit"),
+    [
+        (f"train.epochs={2**31}", 2**31 - 1),
+        (f"train.patience={2**31}", 2**31 - 1),
+        (f"train.log_every_steps={2**31}", 2**31 - 1),
+        (f"train.threads_per_rank={2**31}", 4096),
+        (f"data.batch_size_per_rank={2**31}", 2**31 - 1),
+        (f"data.shuffle_rows={2**31}", 2**31 - 1),
+        (f"train.epochs={10**400}", 2**31 - 1),
+    ],
+)
+def test_counts_have_an_upper_limit_that_is_allowed_itself(override, limit):
+    key = override.partition("=")[0]
+    text = problems(("# A", "#"), override)
+    assert f"{key}: must be less than or equal to {limit}. Received: " in text
+    section, name = key.split(".")
+    assert getattr(getattr(recipe_file.parse(TEXT, [f"{key}={limit}"]), section), name) == limit
+
+
+def test_near_names_of_a_choice_are_told():
+    assert "unknown value 'acu'. Allowed: ['auc', 'gauc', 'logloss']. Did you mean 'auc'?" in problems(
+        ("# A", "#"), "train.monitor=acu"
+    )
+
+
+def test_no_words_of_pydantic_reach_the_user():
+    changes = ["features.0=5", "tables=5", "train.epochs=1.5", "optimizer.dense.eps=x", "train.shared_batch_statistics=1"]
+    text = problems(("# A", "#"), *changes)
+    for part in ("a whole number", "a number", "true or false", "a mapping"):
+        assert part in text
+    for word in ("dictionary", "tuple", "instance", "integer", "boolean", "Input", "validation", "string"):
+        assert word not in text
+
+
+def test_a_value_of_any_depth_and_length_is_shown_in_short():
+    text = problems(("# A", "#"), f"train.epochs{'.a' * 3000}=1", f"train.seed={'x' * 5000}")
+    assert "train.epochs" in text
+    assert "train.seed" in text
+    # Each alias stands for ten of the one before it: written out, 10^30 letters.
+    aliases = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 31))
+    with pytest.raises(UserError) as caught:
+        recipe_file.parse(aliases + TEXT, ["train.epochs=1"])
+    assert len(str(caught.value)) < 5000
+    with pytest.raises(UserError) as caught:
+        recipe_file.parse(aliases + TEXT + "train: {epochs: *a30}\n")
+    assert len(str(caught.value)) < 5000
 
 
 def test_a_table_named_like_a_kind_or_model_is_described_as_a_table():
@@ -163,6 +260,12 @@ def test_deepfm_refuses_tables_of_different_widths():
         ("data.train.x=1", "leads nowhere"),
         ("train.epochs=[1", "not valid YAML"),
         ("train.epoch=1", "mean 'epochs'"),
+        ("features.\xb2=x", "leads nowhere"),
+        ("features.\xb2.kind=x", "leads nowhere"),
+        (f"features.{'9' * 5000}=x", "leads nowhere"),
+        ("features.-1=x", "leads nowhere"),
+        ("train.epochs=" + "[" * 3000, "not valid YAML"),
+        ("train.epochs=" + "{a: " * 3000, "not valid YAML"),
     ],
 )
 def test_a_bad_override_is_named(override, expected):
@@ -171,7 +274,7 @@ def test_a_bad_override_is_named(override, expected):
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "text"])
 def test_text_that_is_no_mapping_is_no_recipe(text):
-    with pytest.raises(UserError, match="is not a recipe"):
+    with pytest.raises(UserError, match=r"is not a recipe.*keys model, data, features.*Do: "):
         recipe_file.parse(text)
 
 

@@ -2,13 +2,15 @@ import json
 import math
 import pathlib
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from recsys import recipe_file
 from recsys.data.prepare import prepare
 from recsys.errors import UserError
-from recsys.predict import evaluate
+from recsys.predict import evaluate, predict
 from recsys.train import Result, train
 
 
@@ -101,24 +103,78 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(run):
         run("a", "optimizer.dense.learning_rate=1e30", "train.epochs=3", model="deepfm")
 
 
-def test_an_evaluation_set_of_one_class_gives_null_metrics_and_no_crash(run, data, tmp_path):
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(data / "valid")
-    (tmp_path / "ones").mkdir()
-    pq.write_table(table.filter(pc.equal(table["label"], 1)), tmp_path / "ones" / "part.parquet")
-    result = run("a", f"data.valid={tmp_path / 'ones'}", f"data.test={tmp_path / 'ones'}")
-    assert result.metrics["valid"]["auc"] is None and result.metrics["test"]["auc"] is None
-    assert result.metrics["test"]["logloss"] > 0
-    assert "undefined" in result.report.read_text()
-
-
 def test_a_damaged_checkpoint_is_refused(run, data):
     result = run("a")
     (checkpoint,) = (result.run / "checkpoints").iterdir()
+    (shard,) = checkpoint.glob("*.distcp")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(UserError, match="missing or damaged"):
+        evaluate(str(result.run))
+    shard.write_bytes(whole)
+    text = (result.run / "recipe.yaml").read_text()
+    (result.run / "recipe.yaml").write_text(text.replace("rows: 200", "rows: 300"))
+    with pytest.raises(UserError, match=r"(?s)does not fit the model.*\[203, 4\].*\[303, 4\]"):
+        evaluate(str(result.run))
+    (result.run / "recipe.yaml").write_text(text)
     (checkpoint / "complete.json").unlink()
     with pytest.raises(UserError, match="no complete checkpoint"):
         evaluate(str(result.run))
     with pytest.raises(UserError, match="not a complete checkpoint"):
         evaluate(str(checkpoint))
+
+
+def test_where_the_monitored_metric_is_undefined_the_newest_epoch_is_kept(run, data, tmp_path):
+    table = pq.read_table(data / "valid")
+    (tmp_path / "ones").mkdir()
+    pq.write_table(table.filter(pc.equal(table["label"], 1)), tmp_path / "ones" / "part.parquet")
+    result = run("a", f"data.valid={tmp_path / 'ones'}", f"data.test={tmp_path / 'ones'}", "train.epochs=3")
+    assert result.metrics["valid"]["auc"] is None and result.metrics["test"]["auc"] is None
+    assert result.metrics["best_epoch"] == 3
+    assert result.metrics["test"]["logloss"] > 0
+    assert "undefined" in result.report.read_text()
+
+
+def test_predictions_keep_the_keys_and_never_land_in_the_data(run, data, tmp_path):
+    result = run("a")
+    source = tmp_path / "own.parquet"
+    pq.write_table(pq.read_table(data / "test").drop_columns(["label"]), source)
+    before = source.read_bytes()
+    for output in (source, tmp_path / "no" / "x.parquet", tmp_path):
+        with pytest.raises(UserError, match="Received"):
+            predict(str(result.run), data_path=str(source), output=str(output))
+    assert source.read_bytes() == before
+    with pytest.raises(UserError, match="part of the data"):
+        predict(str(result.run), data_path=str(data / "test"), output=str(data / "test" / "more.parquet"))
+    num_rows = predict(str(result.run), data_path=str(source), output=str(tmp_path / "out.parquet"))
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert num_rows == found.num_rows == pq.read_table(source).num_rows
+    assert found.schema.names == ["user_id", "item_id", "category_id", "probability"]
+
+
+def test_a_folder_with_anything_in_it_is_not_taken_for_a_run(run, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "metrics.json").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("full", "file", "file/below"):
+        with pytest.raises(UserError, match="run folder"):
+            run(name)
+    assert (tmp_path / "full" / "metrics.json").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["metrics.json"]
+
+
+def test_the_shortest_recipe_trains(data, tmp_path):
+    text = f"{{model: {{name: deepfm}}, data: {{train: {data}/train}}, features: [{{kind: id, columns: [item_id]}}]}}"
+    result = train(recipe_file.parse(text, ["train.device=cpu"]), run=str(tmp_path / "run"))
+    assert result.metrics["best_epoch"] == 1 and "test" not in result.metrics
+    lines = [json.loads(line) for line in (result.run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["split"] for line in lines] == ["train"]
+    with pytest.raises(UserError, match="no test set"):
+        evaluate(str(result.run))
+
+
+def test_cut_histories_are_counted(run, data):
+    lengths = pc.list_value_length(pq.read_table(data / "train")["history_item_id"]).to_pylist()
+    result = run("a", "features.1.max_length=5", "train.epochs=1")
+    expected = sum(length > 5 for length in lengths)
+    assert set(result.metrics["rows_with_cut_lists"].values()) == {expected}

@@ -23,6 +23,15 @@ def is_id(kind: pa.DataType) -> bool:
     return is_text(value) or pt.is_integer(value) or pt.is_boolean(value) or pt.is_null(value)
 
 
+def id_kind(kind: pa.DataType) -> str | None:
+    """What ids, or lists of them, are stored as: `text` or `integers`; None for nulls only and for what is no id."""
+    value = kind.value_type if is_list(kind) else kind
+    value = value.value_type if pt.is_dictionary(value) else value
+    if is_text(value):
+        return "text"
+    return "integers" if pt.is_integer(value) or pt.is_boolean(value) else None
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Types that `list_parts` reads."""
     return pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
@@ -82,7 +91,12 @@ def _dictionary_keys(array: pa.DictionaryArray) -> tuple[np.ndarray, np.ndarray 
 
 
 def list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """(n,) int64 lengths, a null list being empty, and the values of all lists one after another."""
+    """(n,) int64 lengths, a null list being empty, and the values of all lists one after another.
+
+    A column of the type null is one of null lists.
+    """
+    if pt.is_null(array.type):
+        return np.zeros(len(array), dtype=np.int64), array.slice(0, 0)
     lengths = pc.list_value_length(array)
     if lengths.null_count:
         lengths = lengths.fill_null(0)

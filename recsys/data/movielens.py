@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import pyarrow as pa
 import pydantic
 
 from recsys.errors import UserError
+from recsys.recipe import data_home
 
 ZIP_URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 WHEEL = "recbole==1.2.1"
@@ -202,7 +202,7 @@ def verified(raw: Raw, path: Path) -> Raw:
 def _open_files(path: Path) -> dict[str, Callable[[], bytes]]:
     """Base name -> reader of that file, in a folder (one level of subfolders included) or an archive."""
     if path.is_dir():
-        return {p.name: p.read_bytes for p in (*path.glob("*/*"), *path.glob("*"))}
+        return {p.name: p.read_bytes for p in (*path.glob("*/*"), *path.glob("*")) if p.is_file()}
     if not path.is_file() or not zipfile.is_zipfile(path):
         raise UserError(
             f"{path} cannot be opened", allowed="a folder, a zip or a wheel", fix="check the path of --source"
@@ -250,8 +250,8 @@ def _lines(text: str, separator: str) -> Iterator[list[str]]:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: the folder `downloads` in `RECSYS_DATA`, or in ~/.cache/recsys."""
-    return Path(os.environ.get("RECSYS_DATA") or "~/.cache/recsys").expanduser() / "downloads"
+    """Where downloads are kept: the folder `downloads` beside the prepared data."""
+    return data_home() / "downloads"
 
 
 def fetch() -> Path:

@@ -75,22 +75,42 @@ class ParquetData:
 
 
 def _list_files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[str]]:
-    if not path.is_dir():
-        if not path.exists():
-            raise UserError("There is no such file or folder of data", received=str(path), fix="correct the path")
-        return [path], []
     files: list[pathlib.Path] = []
     skipped: list[pathlib.Path] = []
-    for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
-        wanted = entry.suffix == ".parquet" and entry.name[0] not in "_." and not entry.is_dir()
-        (files if wanted else skipped).append(entry)
+    try:
+        if not path.is_dir():
+            if not path.exists():
+                raise UserError("There is no such file or folder of data", received=str(path), fix="correct the path")
+            return [_regular(path)], []
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
+            wanted = entry.suffix == ".parquet" and entry.name[0] not in "_." and not entry.is_dir()
+            (files if wanted else skipped).append(_regular(entry) if wanted else entry)
+    except OSError as error:
+        raise UserError(
+            f"The data in {str(path)!r} cannot be listed",
+            received=str(error),
+            fix="correct the path or its permissions",
+        ) from error
     if not files:
         raise UserError(
             f"The folder {str(path)!r} holds no parquet file",
             received=f"{len(skipped)} other names",
             allowed="files that end in .parquet and do not begin with `_` or `.`",
+            fix="give the folder that holds them, or one file",
         )
     return files, [entry.name for entry in skipped]
+
+
+def _regular(file: pathlib.Path) -> pathlib.Path:
+    """The file itself; opening a pipe would wait for ever, and a device would be read as data."""
+    if not file.is_file():
+        raise UserError(
+            f"{str(file)!r} is no file that can be read as parquet",
+            received="a link to nothing" if file.is_symlink() and not file.exists() else "a pipe, socket or device",
+            allowed="a regular file",
+            fix="store the data in a file, or move this one out of the folder",
+        )
+    return file
 
 
 @contextlib.contextmanager
@@ -109,11 +129,18 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     """A type without what writers choose freely: width of dictionary indices, names and nullability of list items."""
     if pa.types.is_dictionary(kind):
         return pa.dictionary(pa.int32(), kind.value_type)
+    if _is_always_empty(kind):
+        return pa.list_(_plain(kind.value_type))
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(_plain(kind.value_type), kind.list_size)
     if pa.types.is_large_list(kind):
         return pa.large_list(_plain(kind.value_type))
     return pa.list_(_plain(kind.value_type)) if pa.types.is_list(kind) else kind
+
+
+def _is_always_empty(kind: pa.DataType) -> bool:
+    """Lists of the fixed size 0: Arrow writes them, but fails to read them back."""
+    return bool(pa.types.is_fixed_size_list(kind) and kind.list_size == 0)
 
 
 def _merged(expected: pa.Schema, found: pa.Schema, file: pathlib.Path) -> pa.Schema:
@@ -198,7 +225,9 @@ class Decoder:
                 self.close()
                 self._file, self._file_number = self._data.open(group.file), group.file
             assert self._file is not None, "a file was opened above"
-            self._batches = self._file.iter_batches(_READ_ROWS, [group.number], self._schema.names)
+            empty = {field.name for field in self._file.schema_arrow if _is_always_empty(field.type)}
+            names = [name for name in self._schema.names if name not in empty]
+            self._batches = self._file.iter_batches(_READ_ROWS, [group.number], names)
         self._group, self._row, self._rest = group, 0, self._schema.empty_table()
 
     def _next(self) -> pa.Table:
@@ -207,5 +236,8 @@ class Decoder:
             batch = next(self._batches, None)
             if batch is None:
                 raise OSError("it ends before the number of rows that its footer tells")
-            table = pa.Table.from_batches([batch]).select(self._schema.names)
+            table = pa.Table.from_batches([batch])
+            for name in set(self._schema.names).difference(table.column_names):
+                table = table.append_column(name, pa.nulls(batch.num_rows, self._schema.field(name).type))
+            table = table.select(self._schema.names)
             return table if table.schema.equals(self._schema) else table.cast(self._schema)

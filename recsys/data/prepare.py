@@ -6,11 +6,10 @@ A data set yields chunks of rows; everything else (files, counts, checksums, reu
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -22,7 +21,8 @@ import pydantic
 
 from recsys.data.movielens import MovieLens100K
 from recsys.data.synthetic import Synthetic
-from recsys.errors import UserError
+from recsys.errors import UserError, nearest
+from recsys.recipe import expand_path
 
 SUMMARY = "summary.json"
 PART_ROWS = 4_000_000
@@ -103,7 +103,13 @@ class Summary:
         return "\n".join(lines)
 
 
-def prepare(name: str, output: str | Path, source: str | Path | None = None, **options: object) -> Summary:
+def prepare(
+    name: str,
+    output: str | Path,
+    source: str | Path | None = None,
+    options: Mapping[str, object] | None = None,
+    **more: object,
+) -> Summary:
     """Prepare the data set `name` into the folder `output`.
 
     The folder appears by one rename when everything is written, so an interrupted run leaves none. If it is
@@ -114,15 +120,16 @@ def prepare(name: str, output: str | Path, source: str | Path | None = None, **o
         output: Folder to make; missing parents are made too.
         source: Local folder, zip or wheel to read instead of fetching.
         options: Fields of the data set's `Options`; text is converted.
+        more: The same as keywords, for callers who know the names.
 
     Raises:
         UserError: Unknown name or option, unusable source, or a folder in the way.
     """
-    made = _options(name, options)
-    output = Path(output).expanduser().absolute()
+    made = _options(name, {**(options or {}), **more})
+    output = Path(expand_path(str(output)))
     if (there := _existing(name, output, made)) is not None:
         return there
-    dataset = DATASETS[name](made, None if source is None else Path(source).expanduser())
+    dataset = DATASETS[name](made, None if source is None else Path(expand_path(str(source))))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.partial-", dir=output.parent) as aside:
@@ -144,24 +151,22 @@ def prepare(name: str, output: str | Path, source: str | Path | None = None, **o
     return summary
 
 
-def _options(name: str, options: dict[str, object]) -> pydantic.BaseModel:
+def _options(name: str, options: Mapping[str, object]) -> pydantic.BaseModel:
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
         raise UserError(
             f"There is no data set {name!r}",
             allowed=", ".join(DATASETS),
-            fix=f"use {near[0]}, if that is meant" if near else "choose one of these",
+            fix=f"choose one of these.{nearest(name, DATASETS)}",
         )
     model = DATASETS[name].Options
     try:
-        return model(**options)
+        return model.model_validate(dict(options))
     except pydantic.ValidationError as error:
         problems = []
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
-            near = difflib.get_close_matches(key, model.model_fields, n=1)
             if problem["type"] == "extra_forbidden":
-                problems.append(f"{key}: unknown option" + (f"; the nearest is {near[0]}" if near else ""))
+                problems.append(f"{key}: unknown option.{nearest(key, model.model_fields)}")
             else:
                 problems.append(f"{key}: {problem['msg']}, received {problem['input']!r}")
         known = ", ".join(model.model_fields)

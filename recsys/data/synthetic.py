@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pydantic
 
+from recsys import metrics
 from recsys.errors import UserError
 
 LATENT_DIM = 4  # of the vectors v behind the interactions
@@ -24,17 +25,20 @@ START_S = 1_700_000_000  # timestamp of row 0; one row per second
 CHUNK_ROWS = 65_536
 _SPLITS = ("train", "valid", "test")
 
-Count = Annotated[int, pydantic.Field(ge=1)]
+_MOST = 2**40  # ids and rows stay exact in float64, which draws them
+_STRONGEST = 1e6  # keeps logits finite
+
+Count = Annotated[int, pydantic.Field(ge=1, le=_MOST)]
 
 
 class SyntheticOptions(pydantic.BaseModel):
     """What to make."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    rows: int = pydantic.Field(default=100_000, ge=10)
+    rows: int = pydantic.Field(default=100_000, ge=10, le=_MOST)
     """Rows of all splits together: 80 % train, 10 % valid, 10 % test."""
-    seed: int = pydantic.Field(default=1, ge=0)
+    seed: int = pydantic.Field(default=1, ge=0, lt=2**63)
     """Decides everything; the same seed and options give the same bytes."""
     users: Count = 10_000
     """Distinct user ids."""
@@ -42,23 +46,23 @@ class SyntheticOptions(pydantic.BaseModel):
     """Distinct item ids."""
     categories: Count = 50
     """Distinct categories; item i is of category (i - 1) mod categories + 1."""
-    contexts: tuple[Count, ...] = (20, 1_000)
+    contexts: tuple[Count, ...] = pydantic.Field(default=(20, 1_000), max_length=1_000)
     """Distinct ids of each further column context_1, context_2, ...; on the command line contexts=20,1000."""
-    numbers: int = pydantic.Field(default=3, ge=0)
+    numbers: int = pydantic.Field(default=3, ge=0, le=1_000)
     """Columns number_1, number_2, ...: normal with mean 10 and standard deviation 3."""
-    zipf: float = pydantic.Field(default=1.1, gt=0)
+    zipf: float = pydantic.Field(default=1.1, gt=0, le=100)
     """Exponent s of id popularity: the k-th id has a share of about k ** -s."""
-    mean_history: float = pydantic.Field(default=10.0, ge=0)
+    mean_history: float = pydantic.Field(default=10.0, ge=0, le=1_000)
     """Mean length of a history, geometric from 0; 0 leaves all histories empty."""
-    max_history: int = pydantic.Field(default=50, ge=1)
+    max_history: int = pydantic.Field(default=50, ge=1, le=10_000)
     """Longer histories are cut to this length."""
     click_share: float = pydantic.Field(default=0.25, gt=0, lt=1)
     """Share of positive labels to aim at, met within sampling error."""
-    main: float = pydantic.Field(default=0.6, ge=0)
+    main: float = pydantic.Field(default=0.6, ge=0, le=_STRONGEST)
     """Standard deviation that main effects give to the logit, over ids drawn evenly."""
-    interaction: float = pydantic.Field(default=0.8, ge=0)
+    interaction: float = pydantic.Field(default=0.8, ge=0, le=_STRONGEST)
     """Standard deviation that pairwise interactions give to the logit, over ids drawn evenly."""
-    match: float = pydantic.Field(default=3.0, ge=0)
+    match: float = pydantic.Field(default=3.0, ge=0, le=_STRONGEST)
     """What the logit gains when the whole history is of the target's category."""
 
     @pydantic.field_validator("contexts", mode="before")
@@ -102,7 +106,9 @@ class Synthetic:
     def facts(self) -> dict[str, float | None]:
         """What the true probabilities score on the test split: the ceiling for any model."""
         logits, labels = (np.concatenate(part) for part in zip(*self._test, strict=True))
-        return {"bayes_auc": _auc(logits, labels), "bayes_log_loss": _log_loss(logits, labels)}
+        everyone = np.zeros(len(labels), dtype=np.int8)  # one group, so that no metric is undefined and warned of
+        scored = metrics.compute(_sigmoid(logits), labels, everyone, logits)
+        return {"bayes_auc": scored["auc"], "bayes_log_loss": scored["logloss"]}
 
     def chunk(self, split: int, index: int, rows: int) -> tuple[dict[str, np.ndarray | pa.ListArray], np.ndarray]:
         """Columns of one chunk (without timestamp) and the true logits of its rows, (rows,) float64."""
@@ -196,19 +202,3 @@ def _solve_bias(logits: np.ndarray, share: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _sigmoid(logits + middle).mean() < share else (low, middle)
     return low
-
-
-def _auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
-    """Area under the ROC curve with ties counted half; None if only one class is there."""
-    # In numpy, not recsys.metrics, so that preparing data does not load torch.
-    positives = int(labels.sum())
-    if positives in (0, len(labels)):
-        return None
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    above = ranks[labels == 1].sum() - positives * (positives + 1) / 2
-    return float(above / (positives * (len(labels) - positives)))
-
-
-def _log_loss(logits: np.ndarray, labels: np.ndarray) -> float:
-    return float(np.mean(np.logaddexp(0, logits, dtype=np.float64) - labels * logits.astype(np.float64)))

@@ -14,11 +14,10 @@
 Settings and schema need no torch, so importing this package loads none; a model's class is loaded when asked for.
 """
 
-import difflib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from recsys.errors import UserError
+from recsys.errors import UserError, nearest_name
 from recsys.models.config import DeepFMConfig, DINConfig, ModelConfig
 from recsys.schema import Field, History, Inputs, Table
 from recsys.stack import require_stack
@@ -53,15 +52,15 @@ def model_class(name: str) -> Any:
     """The class registered under `name`; loads torch.
 
     Raises:
-        UserError: No model has that name; it lists the near ones.
+        UserError: No model has that name; it tells the near one.
     """
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS)
+        near = nearest_name(name, MODELS)
         raise UserError(
             "There is no model of that name",
             received=name,
             allowed=sorted(MODELS),
-            fix=f"did you mean {' or '.join(map(repr, near))}" if near else "choose one of the allowed names",
+            fix=f"did you mean {near!r}?" if near else "choose one of the allowed names",
         )
     return _resolve(MODELS[name])
 

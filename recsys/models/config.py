@@ -41,6 +41,8 @@ class DINConfig(_Config):
     """Activation inside the activation unit."""
     attention_normalization: Literal["none", "softmax"] = "none"
     """`none` keeps the intensity of interest, as in the paper; `softmax` makes the weights of a history sum to 1."""
+    first_order: bool = False
+    """Add one trained weight per id of every field to the logit, from the same lookup as the id's vector."""
     interest_product: bool = False
     """Give the tower candidate * pooled history, element by element, beside the pooled history."""
     hidden: Widths = pydantic.Field(default=(200, 80), strict=False)

@@ -17,6 +17,7 @@ Differs from the paper:
 - Batch normalisation before each activation of the tower (an option, on by default), which the paper does not have.
 - Initial values: tables N(0, init_std^2) (0.01 unless the table says otherwise), linear layers Glorot uniform with
   bias 0, Dice's slope 0, PReLU's 0.25.
+- `first_order: true` adds a weight per id of every field to the logit; the authors' code has one per candidate item.
 - `interest_product: true` gives the tower q * pooled as well; the public code of DIEN's DIN baseline
   (github.com/mouna99/dien) has the like.
 - Regularisation is a table's `l2`, which pulls on the rows of a batch only, as the paper's mini-batch aware kind
@@ -72,15 +73,24 @@ class DIN(nn.Module):
             dropout=config.dropout,
         )
         self.output = linear(self.tower.out_dim, 1)
-        self.embeddings = Embeddings(inputs, attends=self.attends, table_device=table_device)
+        self.first_order = config.first_order
+        self.embeddings = Embeddings(
+            inputs, attends=self.attends, extra_columns=int(config.first_order), table_device=table_device
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B,); B may be 0. A row whose histories are all empty is scored by its other inputs alone."""
         vectors, events = self.embeddings(batch.pooled, batch.sequence, batch.weights)
+        weights = []
+        if self.first_order:
+            weights = [vectors[name][:, -1] for name in _fields(self.inputs)]
+            vectors = {name: vector[:, :-1] for name, vector in vectors.items()}
+            events = {column: (values[:, :-1], lengths) for column, (values, lengths) in events.items()}
         parts = [*(vectors[name] for name in _fields(self.inputs)), self.interests(vectors, events)]
         if self.inputs.dense:
             parts.append(batch.dense)
-        return self.output(self.tower(self.input_dropout(torch.cat(parts, dim=1)))).squeeze(1)
+        logits = self.output(self.tower(self.input_dropout(torch.cat(parts, dim=1)))).squeeze(1)
+        return sum(weights, logits)
 
 
 class _Interests(nn.Module):

@@ -14,6 +14,7 @@ from recsys.data import movielens
 from recsys.data.movielens import GENRES, MovieLens100K, NoOptions, Raw
 from recsys.data.prepare import prepare
 from recsys.errors import UserError
+from recsys.recipe import data_home
 
 
 @pytest.fixture
@@ -252,6 +253,14 @@ def test_a_slow_download_is_given_up(offline, monkeypatch):
 def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RECSYS_DATA", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="RECSYS_DATA"):
+        movielens.fetch()
+
+
+def test_the_cache_lies_in_the_data_home_and_a_home_that_is_not_known_names_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECSYS_DATA", str(tmp_path))
+    assert movielens.cache_folder() == data_home() / "downloads" == tmp_path / "downloads"
+    monkeypatch.setenv("RECSYS_DATA", "~nouser/x")
     with pytest.raises(UserError, match="RECSYS_DATA"):
         movielens.fetch()
 

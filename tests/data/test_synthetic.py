@@ -63,11 +63,21 @@ def test_bayes_figures_equal_scikit_learn_on_the_test_split():
     assert facts["bayes_log_loss"] == pytest.approx(log_loss(labels, probs), abs=1e-6)
 
 
-def test_auc_counts_ties_half_and_is_none_for_one_class():
+def test_bayes_auc_counts_ties_half_and_is_none_for_one_class():
     rng = np.random.default_rng(0)
     scores, labels = rng.integers(0, 5, 300).astype(np.float32), rng.integers(0, 2, 300)
-    assert synthetic._auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores))
-    assert synthetic._auc(scores, np.ones(300)) is None
+    dataset = make(rows=10)
+    dataset._test = [(scores[:100], labels[:100]), (scores[100:], labels[100:])]
+    assert dataset.facts()["bayes_auc"] == pytest.approx(roc_auc_score(labels, scores))
+    dataset._test = [(scores, np.ones(300))]
+    assert dataset.facts()["bayes_auc"] is None
+
+
+def test_bayes_figures_of_two_classes_come_without_a_warning(caplog):
+    dataset = make(rows=2_000)
+    list(dataset.tables())
+    assert None not in dataset.facts().values()
+    assert caplog.records == []
 
 
 def test_labels_follow_the_true_probabilities():

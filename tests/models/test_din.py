@@ -18,6 +18,13 @@ def plain_din(model, rows, dense, config):
     def look_up(table, index):
         return tables[table][index, : width[table]]
 
+    def first_order(row):
+        """The weight behind the vector of each id of a row's fields; a list of ids gives its mean."""
+        for table in ("user", "item", "category"):
+            yield tables[table][row[table], width[table]]
+        tags = [tables["tag"][tag, width["tag"]] for tag in row["tags"]]
+        yield sum(tags) / max(len(tags), 1)
+
     def normalize(name, x, eps):
         mean, variance = (
             (x.mean(0), x.var(0, correction=0))
@@ -69,7 +76,10 @@ def plain_din(model, rows, dense, config):
             hidden = normalize(name, hidden, 1e-5) * state[f"{name}.weight"] + state[f"{name}.bias"]
         hidden = activate(config.activation, f"tower.layers.{place + 1}", hidden)
         place += 2
-    return linear("output", hidden)[:, 0]
+    logits = linear("output", hidden)[:, 0]
+    if config.first_order:
+        logits = logits + torch.stack([sum(first_order(row)) for row in rows])
+    return logits
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -81,8 +91,9 @@ def plain_din(model, rows, dense, config):
         {"attention_normalization": "softmax", "attention_activation": "prelu", "batch_norm": False},
         {"activation": "relu", "attention_activation": "relu"},
         {"interest_product": True},
+        {"first_order": True},
     ],
-    ids=["default", "softmax", "relu", "product"],
+    ids=["default", "softmax", "relu", "product", "first order"],
 )
 def test_din_equals_a_plain_version_with_the_same_weights(
     make_inputs, make_model, make_batch, rows, settings, widths, training
