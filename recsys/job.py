@@ -77,6 +77,7 @@ class Data:
             for p in encoder.schema_problems(data.schema, str(data.path), labelled=labelled)
         ]
         problems += [f"data.{split} {data.path} has no rows" for split, data in self.sets.items() if not data.num_rows]
+        problems += encoder.kind_problems({f"data.{split}": data.schema for split, data in self.sets.items()})
         if problems:
             raise UserError.collect("The data does not fit the recipe", problems)
 

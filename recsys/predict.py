@@ -17,6 +17,7 @@ from recsys.distributed import agreed, alike_on_host, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.job import Data, Job, assemble
+from recsys.recipe import PREDICTION
 from recsys.run_folder import RunFolder
 
 _WRITE_BATCH_ROWS = 65_536
@@ -103,7 +104,7 @@ def _require_writable(path: pathlib.Path, data: pathlib.Path) -> None:
 def _write(data: ParquetData, keys: list[str], probs: np.ndarray, output: pathlib.Path) -> None:
     """Copy the key columns file by file beside the probabilities, then move the whole file into place."""
     aside = output.with_name(f".{output.name}.partial")
-    schema = pa.schema([*(data.schema.field(key) for key in keys), pa.field("probability", pa.float64())])
+    schema = pa.schema([*(data.schema.field(key) for key in keys), pa.field(PREDICTION, pa.float64())])
     start = 0
     with pq.ParquetWriter(aside, schema) as writer:
         for file in data.files:

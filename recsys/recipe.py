@@ -48,10 +48,8 @@ def _expand_columns(value: object) -> object:
             continue
         match = _RANGE.fullmatch(item)
         if not match or match[1] != match[3] or not 0 <= int(match[4]) - int(match[2]) < _MAX_RANGE:
-            raise ValueError(
-                f"{item!r} is no range of columns. Allowed: one name counted upwards, such as C1..C26, "
-                f"over at most {_MAX_RANGE} columns"
-            )
+            allowed = f"one name counted upwards, such as C1..C26, over at most {_MAX_RANGE} columns"
+            raise ValueError(f"{item!r} is no range of columns. Allowed: {allowed}")
         width = len(match[2]) if match[2].startswith("0") else 0
         columns += [f"{match[1]}{i:0{width}}" for i in range(int(match[2]), int(match[4]) + 1)]
     return tuple(columns)
@@ -358,7 +356,9 @@ class Recipe(_Settings):
 
     def resolved(self) -> "Recipe":
         """The recipe with its data paths written out, to be read from any folder."""
-        return self.model_copy(update={"data": self.data.model_copy(update={str(split): path for split, path in self.paths.items()})})
+        return self.model_copy(
+            update={"data": self.data.model_copy(update={str(split): path for split, path in self.paths.items()})}
+        )
 
     def to_yaml(self) -> str:
         """The resolved recipe: every setting of this run, readable by `recsys.recipe_file.load`."""
@@ -374,8 +374,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+01234567
 
 def data_home() -> pathlib.Path:
     """Folder of downloaded and prepared data: `RECSYS_DATA`, else ~/.cache/recsys."""
-    path = os.environ.get("RECSYS_DATA") or "~/.cache/recsys"
-    return _with_home(path, "set RECSYS_DATA to an absolute path")
+    return _with_home(os.environ.get("RECSYS_DATA") or "~/.cache/recsys", "set RECSYS_DATA to an absolute path")
 
 
 def expand_path(path: str) -> str:

@@ -139,12 +139,20 @@ def environment(ranks: Ranks, num_threads: int) -> dict[str, Any]:
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         **versions,
-        "machine": platform.machine(),
+        "processor": _processor(),
         "cores": usable_cores(),
         "device": str(ranks.device),
         "world_size": ranks.world_size,
         "threads_per_rank": num_threads,
     }
+
+
+def _processor() -> str:
+    """The processor's own name where the host tells it."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()}, {names[0]}" if names else platform.machine()
 
 
 def _git_commit() -> str | None:

@@ -32,7 +32,7 @@ _ENVIRONMENT = (
     "fbgemm-gpu-cpu",
     "fbgemm-gpu",
     "torchrec",
-    "machine",
+    "processor",
     "cores",
     "device",
     "world_size",

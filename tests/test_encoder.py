@@ -9,6 +9,7 @@ import torch
 
 from recsys import ids
 from recsys.encoder import NULL_GROUP, Encoder, Statistics
+from recsys.errors import UserError
 from tests._encoder_data import (
     MAX_LENGTH,
     ROWS,
@@ -236,7 +237,9 @@ def test_the_tensor_side_exports_to_the_same_numbers():
 
 
 @pytest.mark.parametrize(
-    "nothing", [pa.nulls(4), pa.array([[], None, [], []], pa.list_(pa.int64(), 0)), pa.array([[], None, [], []])], ids=str
+    "nothing",
+    [pa.nulls(4), pa.array([[], None, [], []], pa.list_(pa.int64(), 0)), pa.array([[], None, [], []])],
+    ids=str,
 )
 def test_a_history_that_is_always_empty_is_read_as_empty_whatever_its_type(nothing):
     table = table_of(good_columns())

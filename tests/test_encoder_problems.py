@@ -114,7 +114,9 @@ def test_text_in_one_split_and_integers_in_another_are_a_problem_per_table():
 def test_ids_of_one_kind_and_columns_of_nulls_are_no_problem():
     encoder = Encoder(recipe())
     null = pa.null()
-    assert encoder.kind_problems({"a": kinds(), "b": kinds(user=null, item=null, items=null, tags=pa.list_(null))}) == []
+    assert (
+        encoder.kind_problems({"a": kinds(), "b": kinds(user=null, item=null, items=null, tags=pa.list_(null))}) == []
+    )
     assert encoder.kind_problems({"a": kinds(item=pa.int8(), items=pa.large_list(pa.uint64()))}) == []
     # Tables of their own may differ; an exact table refuses text by itself; what is missing is told elsewhere.
     assert encoder.kind_problems({"a": kinds(user=pa.int8(), shop=pa.string()), "b": pa.schema([])}) == []

@@ -140,7 +140,7 @@ BAD = {
     "group called probability": (("group: user", "group: probability"), ["data.group: 'probability'", "rename"]),
     "id called probability": (("shop]", "shop, probability]"), ["features: 'probability'", "rename"]),
     "too many rows": (("rows: 1_000", f"rows: {2**40 + 1}"), ["tables.item.rows", f"{2**40}. Received: {2**40 + 1}"]),
-    "too wide": (("dim: 6", "dim: 65537"), ["tables.default.dim", "65536. Received: 65537"]),
+    "too wide": (("ids: exact", "dim: 65537"), ["tables.item.dim", "65536. Received: 65537"]),
     "too wide layer": (("[8, 4]", "[8, 65537]"), ["model.hidden", "Received: 65537. Allowed: 1..65536"]),
     "too long list": (("max_length: 7", f"max_length: {2**31}"), ["features.2.max_length", str(2**31 - 1)]),
     "too long history": (("max_length: 20", f"max_length: {2**31}"), ["features.3.max_length", str(2**31 - 1)]),
@@ -199,7 +199,13 @@ def test_near_names_of_a_choice_are_told():
 
 
 def test_no_words_of_pydantic_reach_the_user():
-    changes = ["features.0=5", "tables=5", "train.epochs=1.5", "optimizer.dense.eps=x", "train.shared_batch_statistics=1"]
+    changes = [
+        "features.0=5",
+        "tables=5",
+        "train.epochs=1.5",
+        "optimizer.dense.eps=x",
+        "train.shared_batch_statistics=1",
+    ]
     text = problems(("# A", "#"), *changes)
     for part in ("a whole number", "a number", "true or false", "a mapping"):
         assert part in text

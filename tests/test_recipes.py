@@ -12,7 +12,7 @@ from recsys.errors import UserError
 from recsys.train import train
 
 ROOT = pathlib.Path(__file__).parent.parent
-RECIPES = sorted(ROOT.glob("models/*/*.yaml"))
+RECIPES = sorted(path for path in ROOT.glob("models/*/*.yaml") if path.name != "search.yaml")
 NAMES = [str(path.relative_to(ROOT)) for path in RECIPES]
 
 

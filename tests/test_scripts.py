@@ -18,7 +18,7 @@ ENVIRONMENT = {
     "git_commit": "abc",
     "python": "3.12.1",
     "torch": "2.13.0",
-    "machine": "x86_64",
+    "processor": "x86_64, Example CPU",
     "cores": 4,
     "device": "cpu",
     "world_size": 2,

@@ -17,7 +17,7 @@ from recsys.train import Result, train
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("data") / "synthetic"
-    prepare("synthetic", folder, rows=4000, users=40, items=50, main=1.5, match=4, seed=5)
+    prepare("synthetic", folder, options={"rows": 4000, "users": 40, "items": 50, "main": 1.5, "match": 4, "seed": 5})
     return folder
 
 

@@ -108,7 +108,6 @@ def prepare(
     output: str | Path,
     source: str | Path | None = None,
     options: Mapping[str, object] | None = None,
-    **more: object,
 ) -> Summary:
     """Prepare the data set `name` into the folder `output`.
 
@@ -120,12 +119,11 @@ def prepare(
         output: Folder to make; missing parents are made too.
         source: Local folder, zip or wheel to read instead of fetching.
         options: Fields of the data set's `Options`; text is converted.
-        more: The same as keywords, for callers who know the names.
 
     Raises:
         UserError: Unknown name or option, unusable source, or a folder in the way.
     """
-    made = _options(name, {**(options or {}), **more})
+    made = _options(name, options or {})
     output = Path(expand_path(str(output)))
     if (there := _existing(name, output, made)) is not None:
         return there
