@@ -44,12 +44,11 @@ class RunFolder:
         Raises:
             UserError: The folder already belongs to a run.
         """
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = pathlib.Path(broadcast(path or f"runs/{name}-{stamp}"))
+        folder = pathlib.Path(path or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
         with agreed("run folder"):
             if ranks.rank == 0:
-                _claim(folder, recipe)
-        return cls(folder, writes=ranks.rank == 0)
+                folder = _claim(folder, recipe) if path else _claim_next(folder, recipe)
+        return cls(broadcast(folder), writes=ranks.rank == 0)
 
     @classmethod
     def open(cls, path: str) -> "tuple[RunFolder, pathlib.Path]":
@@ -108,7 +107,18 @@ class RunFolder:
             handler.close()
 
 
-def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
+def _claim_next(folder: pathlib.Path, recipe: Recipe) -> pathlib.Path:
+    """Take the folder, or the same name with a number behind it: two runs may start in one second."""
+    first = folder
+    for number in range(2, 100):
+        try:
+            return _claim(folder, recipe)
+        except UserError:
+            folder = first.with_name(f"{first.name}-{number}")
+    return _claim(folder, recipe)
+
+
+def _claim(folder: pathlib.Path, recipe: Recipe) -> pathlib.Path:
     """Take an empty or new folder; of two runs that try at once, one gets it."""
     problem = "The run folder {!r} already belongs to a run"
     try:
@@ -118,6 +128,7 @@ def _claim(folder: pathlib.Path, recipe: Recipe) -> None:
             raise FileExistsError
         with (folder / "recipe.yaml").open("x", encoding="utf-8") as file:
             file.write(recipe.resolved().to_yaml())
+        return folder
     except (FileExistsError, NotADirectoryError) as error:
         problem = problem if folder.is_dir() else "The run folder {!r} is a file, or lies in one"
         allowed = "a new or an empty folder"

@@ -1,3 +1,4 @@
+import datetime
 import json
 import math
 import pathlib
@@ -178,3 +179,17 @@ def test_cut_histories_are_counted(run, data):
     result = run("a", "features.1.max_length=5", "train.epochs=1")
     expected = sum(length > 5 for length in lengths)
     assert set(result.metrics["rows_with_cut_lists"].values()) == {expected}
+
+
+def test_two_runs_that_start_in_one_second_get_folders_of_their_own(data, tmp_path, monkeypatch):
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, 4, 5, tzinfo=tz)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("recsys.run_folder.datetime.datetime", Clock)
+    text = f"{{model: {{name: deepfm}}, data: {{train: {data}/train}}, features: [{{kind: id, columns: [item_id]}}]}}"
+    recipe = recipe_file.parse(text, ["train.device=cpu"])
+    folders = [train(recipe, name="x").run for _ in range(2)]
+    assert [str(folder) for folder in folders] == ["runs/x-20260102-030405", "runs/x-20260102-030405-2"]
