@@ -208,6 +208,8 @@ def test_a_run_explains_itself_and_is_read_back_on_another_number_of_ranks(data,
     }
     final = json.loads((run / "metrics.json").read_text())
     assert final["test"]["auc"] > 0.65, "the synthetic truth was not found"
+    first = json.loads((run / "train_loss.jsonl").read_text().splitlines()[0])
+    assert 0.5 < first["loss"] < 0.85, "the mean over the rows of all ranks starts near ln 2"
     plan = json.loads((run / "plan.json").read_text())
     for table in plan["tables"]:
         assert table["kind"] == "row_wise"
