@@ -80,7 +80,7 @@ def _section(found: dict[str, Any]) -> Iterator[str]:
             sd, tolerance = ("" if spread[key] is None else _number(spread[key]) for key in ("sd", "tolerance"))
             yield _row(_TITLES[name], _number(spread["mean"]), sd, tolerance, runs)
         made_with = dict(found["environment"])
-        hardware = f"{made_with.pop('machine')}, {made_with.pop('cores')} cores"
+        hardware = f"{made_with.pop('processor')}, {made_with.pop('cores')} cores"
         ranks = f"{made_with.pop('world_size')} rank(s) on {made_with.pop('device')}"
         threads = f"{made_with.pop('threads_per_rank')} thread(s) each"
         commit = made_with.pop("git_commit")

@@ -193,7 +193,7 @@ def test_a_card_tells_how_its_results_came_about():
         "- Selection: epoch with the best validation logloss; test set read once, at the end of a run",
         "- Best epochs: 3, 5, 4",
         "- Speed: 100 rows/s in training",
-        "- Hardware: x86_64, 4 cores; 2 rank(s) on cpu, 1 thread(s) each",
+        "- Hardware: x86_64, Example CPU, 4 cores; 2 rank(s) on cpu, 1 thread(s) each",
         "- Versions: python 3.12.1, torch 2.13.0",
         "- Search: `python -m scripts.search_settings x`, 2030-01-01: 9 trials (2 failed), "
         "best validation AUC 0.7500 with",
