@@ -40,7 +40,7 @@ class DeepFM(nn.Module):
         table_device: Where the tables are allocated; "meta" allocates nothing, for a planner that will.
     """
 
-    attends: ClassVar[bool] = False
+    attends: ClassVar[bool] = DeepFMConfig.attends
 
     def __init__(self, inputs: Inputs, config: DeepFMConfig | None = None, *, table_device: str | None = None) -> None:
         super().__init__()

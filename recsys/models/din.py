@@ -47,7 +47,7 @@ class DIN(nn.Module):
         table_device: Where the tables are allocated; "meta" allocates nothing, for a planner that will.
     """
 
-    attends: ClassVar[bool] = True
+    attends: ClassVar[bool] = DINConfig.attends
 
     def __init__(self, inputs: Inputs, config: DINConfig | None = None, *, table_device: str | None = None) -> None:
         super().__init__()
