@@ -26,7 +26,7 @@ def main() -> None:
     start_s = time.perf_counter()
     _run("-m", "recsys", "prepare", "movielens-100k")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    table, short = Table("model", "AUC", "GAUC", "log loss", "rows/s", "report"), []
+    table, reports, short = Table("model", "AUC", "GAUC", "log loss", "rows/s"), [], []
     for model in _MODELS:
         run = pathlib.Path("runs") / f"demo-{model}-{stamp}"
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS))
@@ -34,9 +34,11 @@ def main() -> None:
         metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
         test = metrics["test"]
         scores = (f"{test[key]:.4f}" for key in ("auc", "gauc", "logloss"))
-        table.add_row(model, *scores, f"{metrics['rows_per_s']:,.0f}", str(run / "report.html"))
+        table.add_row(model, *scores, f"{metrics['rows_per_s']:,.0f}")
+        reports.append(run / "report.html")
         short += shortfalls(model, test)
     Console().print(table)
+    print("Reports:", *reports)
     print(f"{time.perf_counter() - start_s:.0f} seconds in all")
     if short:
         sys.exit(f"Short of what the demo promises: {'; '.join(short)}")
