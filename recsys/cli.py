@@ -37,7 +37,7 @@ def prepare(
 ) -> None:
     """Turn a data set into parquet, with counts and checksums."""
     from recsys.data.prepare import prepare as run_prepare
-    from recsys.recipe import data_home
+    from recsys.paths import data_home
 
     print(run_prepare(dataset, output or data_home() / dataset, source, _options(options)))
 
@@ -56,6 +56,29 @@ def check(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def vocab(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    output: Annotated[str | None, typer.Option(help="Folder to write; default: one in the data cache.")] = None,
+    grow: Annotated[
+        str | None, typer.Option(help="Folder of vocabularies, or run, whose hot ids keep their rows.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="File that the figures are written to as well.")] = None,
+) -> None:
+    """Count the ids of the training data: coverage, a size for the hot rows, and the vocabularies themselves."""
+    _require_stack()
+    from rich.console import Console
+
+    from recsys.frequencies import report
+    from recsys.survey import vocabularies
+
+    console = Console()
+    for found in vocabularies(_load(recipe, overrides), output=output, grow=grow, json_path=json):
+        console.print(report(found))
+        console.print(f"Written to {found['path']}\n", soft_wrap=True)
+
+
+@app.command()
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -67,6 +90,7 @@ def train(
 ) -> None:
     """Train, evaluate every epoch, keep the best one and write a report."""
     _require_stack()
+    from recsys.cold_report import print_tables
     from recsys.train import train as run_train
 
     loaded = _load(recipe, overrides)
@@ -75,6 +99,7 @@ def train(
     if _is_first():
         if splits := [split for split in ("valid", "test") if split in result.metrics]:
             _print_metrics({split: result.metrics[split] for split in splits})
+        print_tables(result.metrics)
         print(f"Best epoch {result.metrics['best_epoch']}; report: {result.report}")
 
 
@@ -86,11 +111,14 @@ def evaluate(
 ) -> None:
     """Metrics of a trained model: auc, gauc, logloss, normalized entropy, calibration."""
     _require_stack()
+    from recsys.cold_report import print_tables
     from recsys.predict import evaluate as run_evaluate
 
     found = run_evaluate(run, data_path=data, json_path=json)
     if _is_first():
         _print_metrics({data or "test": found})
+        slices = {data or "test": found["slices"]} if found["slices"] else {}
+        print_tables({"traffic": {data or "test": found["traffic"]}, "slices": slices})
 
 
 @app.command()
@@ -180,12 +208,14 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _print_metrics(by_split: dict[str, dict[str, float | None]]) -> None:
+def _print_metrics(by_split: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from recsys.metrics import METRICS
+
     table = Table("metric", *by_split)
-    for name in next(iter(by_split.values())):
+    for name in METRICS:
         values = [found[name] for found in by_split.values()]
         table.add_row(
             name, *("undefined" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values)

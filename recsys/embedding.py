@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recsys.errors import UserError
 from recsys.layers.segment import row_of_event, segment_sum
 from recsys.schema import Inputs, Table
 
@@ -45,6 +46,16 @@ class Embeddings(nn.Module):
         self.layout = inputs.layout(attends=attends)
         self._means = {f.name for f in inputs.fields if f.pooling == "mean"} | set(inputs.history_columns)
         self._histories = frozenset(inputs.history_columns)
+        names = [*(f.name for f in inputs.fields), *inputs.history_columns]
+        self._second_rows = {n: row for n in names if (row := inputs.table_of(n).second_row) is not None}
+        self._weighted = {f.name for f in inputs.fields if f.weighted}
+        if lost := self._weighted & set(self.layout.sequence):
+            raise UserError(
+                "Weights are read where ids are pooled, and the model reads the vectors of these one by one",
+                received=sorted(lost),
+                fix="give these fields a table that no history shares",
+            )
+        self.divisors, self.id_vectors = _Divisors(), _IdVectors()
         device = torch.device(table_device or "cpu")
         pooled, sequence = self._by_table(self.layout.pooled), self._by_table(self.layout.sequence)
         self.pooled = (
@@ -59,6 +70,7 @@ class Embeddings(nn.Module):
                     )
                     for name, features in pooled.items()
                 ],
+                is_weighted=bool(self._weighted),
                 device=device,
             )
             if pooled
@@ -124,13 +136,20 @@ class Embeddings(nn.Module):
             lengths = pooled.lengths().view(len(self.layout.pooled), -1)[:, :num_rows]
             for index, name in enumerate(self.layout.pooled):
                 vector = looked_up[name][:num_rows, : self.width_of(name)]
-                if name in self._means:
+                if name in self._means and (name in self._weighted or name in self._second_rows):
+                    second_row = self._second_rows.get(name)
+                    divisor = self.divisors(pooled, index, second_row, name in self._weighted)[:num_rows]
+                    vector = vector / divisor.unsqueeze(1)
+                elif name in self._means:
                     vector = vector / lengths[index].clamp(min=1).unsqueeze(1)
                 vectors[name] = self._with_l2(name, vector, weights)
         for collection, names in zip(self.sequence, self._names_by_collection, strict=True):
             jagged = collection(sequence)
             for name in names:
                 values, lengths = jagged[name].values()[:, : self.width_of(name)], jagged[name].lengths()[:num_rows]
+                if name in self._second_rows:
+                    place = self.layout.sequence.index(name)
+                    values, lengths = self.id_vectors(values, lengths, sequence, place, self._second_rows[name])
                 if name in self._histories:
                     events[name] = (self._with_l2(name, values, weights, lengths), lengths)
                 else:
@@ -162,6 +181,45 @@ class Embeddings(nn.Module):
         for collection, attribute in [*collections, *((c, "embeddings") for c in self.sequence)]:
             for name, module in getattr(collection, attribute).items():
                 yield name.removeprefix(_PREFIX), module.weight
+
+
+def _ids_of(features: KeyedJaggedTensor, place: int) -> tuple[slice, Tensor]:
+    """Where the ids of one feature lie among all values, and their (B,) lengths."""
+    lengths = features.lengths().view(len(features.keys()), -1)
+    start = int(lengths[:place].sum())
+    return slice(start, start + int(lengths[place].sum())), lengths[place]
+
+
+class _Divisors(nn.Module):
+    """What the sum of the vectors of a list is divided by for their mean: the number of its ids, or their weight.
+
+    A module, so that TorchRec's tracer takes it as a whole; so is the next one.
+    """
+
+    def forward(self, features: KeyedJaggedTensor, place: int, second_row: int | None, weighted: bool) -> Tensor:
+        """(B,) for the feature at a place, 1 where there is nothing to divide; second rows do not count."""
+        inside, lengths = _ids_of(features, place)
+        rows = features.values()[inside]
+        amounts = features.weights()[inside] if weighted else torch.ones_like(rows, dtype=torch.float32)
+        if second_row is not None:
+            amounts = amounts * (rows < second_row)
+        total = segment_sum(amounts.unsqueeze(1), row_of_event(lengths, len(rows)), len(lengths)).squeeze(1)
+        return total.masked_fill(total == 0, 1)
+
+
+class _IdVectors(nn.Module):
+    """Vectors of rows -> vectors of ids: a second row is added to the row in front of it."""
+
+    def forward(
+        self, values: Tensor, lengths: Tensor, features: KeyedJaggedTensor, place: int, second_row: int
+    ) -> tuple[Tensor, Tensor]:
+        """(M, width) vectors and (B,) lengths of the feature at a place -> (N, width), (B,)."""
+        inside, _ = _ids_of(features, place)
+        is_first = features.values()[inside] < second_row
+        id_of_row = is_first.cumsum(0) - 1
+        num_ids = int(is_first.sum())
+        counts = segment_sum(is_first.float().unsqueeze(1), row_of_event(lengths, len(is_first)), len(lengths))
+        return segment_sum(values, id_of_row, num_ids), counts.squeeze(1).long()
 
 
 class _L2(nn.Module):

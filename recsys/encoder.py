@@ -1,26 +1,31 @@
 """Columns -> `Batch`: checks, rows of the tables, normalised numbers. The same object trains, evaluates and serves.
 
 Two halves. The Arrow side runs on the host, names feature, row, value and limit of whatever is wrong, and ends in
-plain arrays. The tensor side (`table_rows`, `normalize`) is plain torch with its state in buffers, so a checkpoint
-carries it and an exported model contains it.
+plain arrays. The tensor side (`numbers`, `policies`) is plain torch with its state in buffers, so a checkpoint carries
+it and an exported model contains it.
 """
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as pt
 import torch
 from torch import Tensor, nn
 
 from recsys import ids
 from recsys.data import columns
-from recsys.data.column_types import IdColumn, id_columns, id_type_problems, mixed_tables
+from recsys.data.column_types import id_kinds, mixed_tables, type_problems
+from recsys.data.encoded import EncodedRows, Lists, offsets_of
+from recsys.data.id_values import IdReader, IdValues, Table
 from recsys.errors import UserError, nearest
-from recsys.recipe import NumberFeature, Recipe
+from recsys.features import IdInput, NumberFeature
+from recsys.numbers import Numbers, Statistics
+from recsys.recipe import RESERVED_ROWS, Recipe, TableSettings
 from recsys.schema import Layout
 
 if TYPE_CHECKING:  # `recsys check` uses the encoder where torchrec is not installed.
@@ -29,121 +34,110 @@ if TYPE_CHECKING:  # `recsys check` uses the encoder where torchrec is not insta
 NULL_GROUP = -(2**63)
 """Group key of rows whose group is null: they form one group."""
 
-_LARGEST = float(np.finfo(np.float32).max)
-_ROUNDING = 8 * float(np.finfo(np.float64).eps)
-"""Relative spread below which a column is constant: its deviations are rounding errors of the mean."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """What one pass over the training data measures, per number column (N of them), in float64.
-
-    Attributes:
-        count: Rows seen.
-        mean: (N,), zeros when there were no rows.
-        squares: (N,) sum of squared deviations from the mean.
-    """
-
-    count: int
-    mean: np.ndarray
-    squares: np.ndarray
-
-    @classmethod
-    def empty(cls, encoder: "Encoder") -> "Statistics":
-        """Statistics of no rows, to merge others into."""
-        return cls.of(np.zeros((len(encoder.mean), 0)))
-
-    @classmethod
-    def of(cls, numbers: np.ndarray) -> "Statistics":
-        """Statistics of (N, B) float64 values."""
-        count = numbers.shape[1]
-        mean = numbers.sum(axis=1) / max(count, 1)
-        return cls(count, mean, np.square(numbers - mean[:, None]).sum(axis=1))
-
-    def merge(self, other: "Statistics") -> "Statistics":
-        """Statistics of both sets of rows together; the order of merging matters only to rounding."""
-        count = self.count + other.count
-        share = other.count / max(count, 1)
-        delta = other.mean - self.mean
-        squares = self.squares + other.squares + np.square(delta) * (self.count * share)
-        return Statistics(count, self.mean + delta * share, squares)
+_KINDS = ("", "integers", "text")
+"""What the ids of a table are stored as; the buffer `kinds` holds places in it."""
 
 
 class Encoder(nn.Module):
     """Encodes rows of Arrow data for one recipe.
 
     Attributes:
+        inputs: The id inputs, in the order of the layout.
         columns: Columns to read: features, label, group.
         feature_columns: Columns to read when there is no label (`labelled=False`).
-        counters: What was changed silently since the caller last cleared it: `cut/<column>` counts lists that were
-            longer than their limit.
-        mean: (N,) float64, subtracted from the numbers; NaN until `fit` or a checkpoint sets it.
-        std: (N,) float64, the numbers are divided by it.
+        counters: What was changed since the caller last cleared it: `cut/<input>` rows whose list was longer than its
+            limit, `unknown/<input>` and `clamped/<input>` ids outside their table, `filled/<column>` missing numbers,
+            `skipped/<label>` rows without a usable label.
+        numbers: Scales the numbers.
+        policies: `table_NAME` -> raw keys to rows of that table.
+        kinds: (T,) what the ids of each table were stored as in the training data; 0 is not known.
     """
 
-    mean: Tensor
-    std: Tensor
+    kinds: Tensor
 
     def __init__(self, recipe: Recipe, layout: Layout | None = None) -> None:
         """Prepare for a recipe.
 
         Args:
             recipe: Describes the columns and tables.
-            layout: Order of the id features in a batch; None takes that of the recipe's model.
+            layout: Order of the id inputs in a batch; None takes that of the recipe's model.
         """
         super().__init__()
+        self._recipe = recipe
         self.layout = layout = recipe.layout if layout is None else layout
-        by_name = {column.name: column for column in id_columns(recipe)}
-        self._ids = [by_name[name] for name in (*layout.pooled, *layout.sequence)]
-        self._runs = [
-            (exact, num_rows, len(list(run)))
-            for (exact, num_rows), run in itertools.groupby(self._ids, key=lambda c: (c.exact, c.num_rows))
-        ]
-        self._numbers = recipe.dense_columns
+        by_name = {i.name: i for i in recipe.id_inputs}
+        self.inputs = tuple(by_name[name] for name in (*layout.pooled, *layout.sequence))
+        self.tables = tuple(dict.fromkeys(i.table for i in recipe.id_inputs))
+        self.numbers = Numbers(recipe)
+        self._reader = IdReader(self.inputs)
         self._label, self._group = recipe.data.label, recipe.data.group
-        self.feature_columns = (*(column.name for column in self._ids), *self._numbers)
-        names = (*self.feature_columns, self._label, *([self._group] if self._group else []))
-        self.columns: tuple[str, ...] = tuple(dict.fromkeys(names))
+        sources = [c for i in self.inputs for c in (*i.columns, *([i.weights] if i.weights else []))]
+        self.feature_columns = tuple(dict.fromkeys([*sources, *self.numbers.columns]))
+        extra = [c for c in (self._label, self._group, recipe.item) if c]
+        self.columns: tuple[str, ...] = tuple(dict.fromkeys([*self.feature_columns, *extra]))
         self.counters: collections.Counter[str] = collections.Counter()
         self._checked: tuple[pa.Schema, bool] | None = None
-        standardized = [
-            feature.transform == "standardize"
-            for feature in recipe.features
-            if isinstance(feature, NumberFeature)
-            for _ in feature.columns
-        ]
-        mean = torch.zeros(len(standardized), dtype=torch.float64)
-        self.register_buffer("mean", mean.masked_fill(torch.tensor(standardized, dtype=torch.bool), torch.nan))
-        self.register_buffer("std", torch.ones_like(mean))
-        self._standardized = np.array(standardized, dtype=bool)
+        self.settings = {name: recipe.table_settings(name) for name in self.tables}
+        fits = all(s.id_rows + RESERVED_ROWS <= torch.iinfo(torch.int32).max for s in self.settings.values())
+        self._dtype = torch.int32 if fits else torch.int64
+        self.policies = nn.ModuleDict({f"table_{name}": _policy(self.settings[name]) for name in self.tables})
+        self._small = {name: ids.SmallIds(self.policy(name), self._dtype) for name in self.tables}
+        self.register_buffer("kinds", torch.zeros(len(self.tables), dtype=torch.int8))
+        self._place_inputs()
 
-    # The tensor side: what an exported model contains.
+    def policy(self, table: str) -> Any:
+        """What turns the keys of a table into its rows."""
+        return self.policies[f"table_{table}"]
 
-    def table_rows(self, keys: Tensor, sizes: Sequence[int], missing: Tensor | None = None) -> Tensor:
-        """Rows of the embedding tables.
+    def _place_inputs(self) -> None:
+        """Where each input lies in `EncodedRows`: a column of `ids`, or of one of the `lists`."""
+        self._columns: dict[str, int] = {}
+        self._groups: list[list[IdInput]] = []
+        self._groups_of: dict[str, int] = {}
+        leaders: dict[str, int] = {}
+        num_ids = 0
+        for i in self.inputs:
+            two_rows = self.settings[i.table].second_row is not None
+            if i.max_length is None and not two_rows:
+                self._columns[i.name] = num_ids
+                num_ids += 1
+                continue
+            if i.leader is None or two_rows or i.leader not in leaders:
+                self._groups.append([])
+            group = len(self._groups) - 1
+            if i.leader is not None and not two_rows:
+                group = leaders.setdefault(i.leader, group)
+            self._groups_of[i.name] = group
+            self._columns[i.name] = len(self._groups[group])
+            self._groups[group].append(i)
+        self._num_ids = num_ids
 
-        Args:
-            keys: (n,) int64, the ids of all features one after another, in the order of the layout.
-            sizes: Number of ids of each feature; their sum is n.
-            missing: (n,) bool, True where the id is null; none means nowhere.
+    # What is known of the training data.
 
-        Returns:
-            (n,) int64. An id outside an exact table becomes UNKNOWN here; `encode` has refused it before.
-        """
-        rest = iter(sizes)
-        parts = keys.split([sum(itertools.islice(rest, length)) for _, _, length in self._runs])
-        rows = [
-            (ids.exact_rows if exact else ids.hashed_rows)(part, num_rows)
-            for part, (exact, num_rows, _) in zip(parts, self._runs, strict=True)
-        ]
-        all_rows = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else keys
-        return all_rows if missing is None else all_rows.masked_fill(missing, ids.MISSING)
+    def fit(self, statistics: Statistics) -> None:
+        """Take the scales of the number columns from the training data."""
+        self.numbers.fit(statistics)
 
-    def normalize(self, numbers: Tensor) -> Tensor:
-        """(B, N) float64 raw numbers -> (B, N) float32; the difference is taken before digits are dropped."""
-        return ((numbers - self.mean) / self.std).to(torch.float32).contiguous()
+    def know_kinds(self, schema: pa.Schema) -> None:
+        """Remember what the training data stores the ids of each table as, text or integers."""
+        for table, kinds in id_kinds(self.inputs, schema).items():
+            if table in self.tables:
+                self.kinds[self.tables.index(table)] = _KINDS.index(next(iter(kinds)))
 
-    # The Arrow side.
+    def set_vocabulary(self, table: str, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Take the hot ids of a `hot_cold` table: (hot,) sorted keys, (hot,) rows, filled up with rows of -1."""
+        policy = self.policy(table)
+        policy.keys.copy_(torch.from_numpy(keys))
+        policy.rows.copy_(torch.from_numpy(rows))
+        self._small[table].forget()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in any module; rows that were remembered are forgotten."""
+        for small in self._small.values():
+            small.forget()
+        return super().load_state_dict(*args, **kwargs)
+
+    # Checks.
 
     def schema_problems(self, schema: pa.Schema, path: str, *, labelled: bool = True) -> list[str]:
         """What stands in the way of reading data with this schema: missing columns and wrong types, all of them.
@@ -164,18 +158,42 @@ class Encoder(nn.Module):
                 problems.append(f"{path}: column {name!r} stands {len(found)} times. Do: keep one")
             else:
                 kind = schema.field(found[0]).type
-                problems += [f"{path}: column {name!r} {problem}" for problem in self._type_problems(name, kind)][:1]
+                wrong = type_problems(self._recipe, name, kind)
+                problems += [f"{path}: column {name!r} {problem}" for problem in wrong][:1]
         return problems
 
     def kind_problems(self, schemas: Mapping[str, pa.Schema]) -> list[str]:
-        """Tables that are given text by one column or data set and integers by another: equal ids would never meet.
+        """Tables that are given text in one place and integers in another: equal ids would never meet.
 
         Args:
-            schemas: Schemas of all data sets of a run, by the name that each has in a sentence.
+            schemas: Schemas of data sets, by the name that each has in a sentence. What the training data was is
+                known once `know_kinds` or a checkpoint has told it.
         """
-        return list(mixed_tables(self._ids, schemas))
+        inputs = [i for i in self.inputs if self.settings[i.table].ids != "exact"]
+        trained = {table: _KINDS[kind] for table, kind in zip(self.tables, self.kinds.tolist(), strict=True) if kind}
+        return list(mixed_tables(inputs, schemas, trained))
 
-    def encode(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, *, labelled: bool = True) -> "Batch":
+    def check(self, table: Table, rows: np.ndarray, *, labelled: bool = True) -> None:
+        """Check rows exactly as `encode` does, without encoding them."""
+        for _ in self.values(table, rows, collections.Counter(), labelled=labelled):
+            pass
+
+    def values(
+        self, table: Table, rows: np.ndarray, counters: collections.Counter[str], *, labelled: bool = True
+    ) -> Iterator[tuple[IdInput, IdValues]]:
+        """All id inputs of B rows, checked, with ids outside their table replaced where the recipe says so.
+
+        Args: as in `encode`; `counters` counts what is cut and replaced.
+        """
+        self._require(table, rows, labelled)
+        numbers = self.numbers.read(table, rows, counters)
+        if labelled:
+            self._read_labels(table, rows, counters)
+        yield from self._read_ids(table, rows, numbers, counters)
+
+    # Encoding.
+
+    def encode(self, table: Table, rows: np.ndarray, *, labelled: bool = True) -> "Batch":
         """Check B rows and encode them.
 
         Args:
@@ -184,75 +202,114 @@ class Encoder(nn.Module):
             labelled: False reads the features only; labels and groups are zeros.
 
         Raises:
-            UserError: Anything that is wrong with the data; nothing is replaced silently except lists cut to their
-                limit, which `counters` counts.
+            UserError: Anything that is wrong with the data; nothing is replaced but what `counters` counts.
         """
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        return self.batch(self.encode_rows(table, rows, labelled=labelled))
 
-        from recsys.data.batch import Batch
-
+    def encode_rows(self, table: Table, rows: np.ndarray, *, labelled: bool = True) -> EncodedRows:
+        """The first part of `encode`: rows that may still be shuffled and cut into batches."""
         self._require(table, rows, labelled)
-        if self.mean.isnan().any():
+        if not self.numbers.is_fitted:
             raise UserError(
                 "The encoder does not know the scale of the number columns yet",
-                received=f"no statistics of {list(self._numbers)}",
-                fix="call `encoder.fit(encoder.scan(table, rows))` on the training data, or load a checkpoint",
+                received=f"no statistics of {list(self.numbers.columns)}",
+                fix="call `encoder.fit` with the statistics of the training data, or load a checkpoint",
             )
-        dense = self.normalize(torch.from_numpy(self._read_numbers(table, rows)).t())
-        labels, groups = np.zeros(len(rows), dtype=np.float32), np.zeros(len(rows), dtype=np.int64)
+        num_rows = len(rows)
+        numbers = self.numbers.read(table, rows, self.counters)
+        labels, counted, groups = torch.zeros(num_rows), torch.ones(num_rows), torch.zeros(num_rows, dtype=torch.int64)
         if labelled:
-            labels = self._read_labels(table, rows).astype(np.float32)
-            groups = self._read_groups(table) if self._group else groups
-        lengths = np.ones((len(self._ids), len(rows)), dtype=np.int64)
-        keys, missing = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
-        for i, (column, own_lengths, values) in enumerate(self._read_values(table, rows, self.counters)):
-            if own_lengths is not None:
-                lengths[i] = own_lengths
-            column_keys, column_missing = _read_keys(column, own_lengths, values, rows)
-            keys.append(column_keys)
-            missing.append(np.zeros(len(column_keys), dtype=bool) if column_missing is None else column_missing)
-        all_missing = np.concatenate(missing)
-        table_rows = self.table_rows(
-            torch.from_numpy(np.concatenate(keys)),
-            [len(part) for part in keys[1:]],
-            torch.from_numpy(all_missing) if all_missing.any() else None,
+            read, bad = self._read_labels(table, rows, self.counters)
+            labels = torch.from_numpy(read.astype(np.float32))
+            counted = counted if bad is None else torch.from_numpy(1 - bad.astype(np.float32))
+            groups = torch.tensor(self._read_groups(table)) if self._group else groups
+        one = torch.empty(num_rows, self._num_ids, dtype=self._dtype)
+        lists: dict[str, Lists] = {}
+        for i, values in self._read_ids(table, rows, numbers, self.counters):
+            found, second = self.table_rows(i, values)
+            if i.name not in self._groups_of:
+                one[:, self._columns[i.name]] = found
+            else:
+                lists[i.name] = self._as_lists(values, found, second)
+        return EncodedRows(
+            torch.tensor(rows, dtype=torch.int64),
+            labels,
+            counted,
+            groups,
+            self.numbers(torch.from_numpy(numbers[: self.numbers.num_dense]).t()).contiguous(),
+            one,
+            tuple(Lists.in_step([lists[i.name] for i in group]) for group in self._groups),
         )
-        # The values already lie in the layout's order: two slices are the two KeyedJaggedTensors, without a copy.
+
+    def table_rows(self, i: IdInput, values: IdValues) -> tuple[Tensor, Tensor | None]:
+        """Rows of n ids, and second rows where the table has two hashes: -1 for ids that have none."""
+        found, second = self._small[i.table](torch.tensor(values.keys))
+        if values.missing is not None and values.missing.any():
+            missing = torch.from_numpy(values.missing)
+            found = found.masked_fill(missing, ids.MISSING)
+            second = None if second is None else second.masked_fill(missing, -1)
+        return found, second
+
+    def _as_lists(self, values: IdValues, found: Tensor, second: Tensor | None) -> Lists:
+        offsets = torch.arange(len(found) + 1)
+        if values.lengths is not None:
+            offsets = offsets_of(torch.from_numpy(values.lengths))
+        weights = None if values.weights is None else torch.from_numpy(values.weights)
+        if second is not None:
+            # Every second row stands behind the first row of its id, with the same weight.
+            both = torch.stack([found, second.to(found.dtype)], dim=1).flatten()
+            there = both >= 0
+            offsets = offsets_of(there.long())[2 * offsets]
+            found = both[there]
+            weights = None if weights is None else weights.repeat_interleave(2)[there]
+        return Lists(offsets, found.to(self._dtype).unsqueeze(1), weights)
+
+    def batch(self, encoded: EncodedRows) -> "Batch":
+        """The second part of `encode`: rows -> the batch that models read."""
+        from recsys.data.batch import Batch
+
         num_pooled = len(self.layout.pooled)
-        end = sum(len(part) for part in keys[1 : num_pooled + 1])
-        all_lengths = torch.from_numpy(lengths)
         return Batch(
-            dense=dense,
-            pooled=KeyedJaggedTensor(
-                list(self.layout.pooled), table_rows[:end], lengths=all_lengths[:num_pooled].view(-1)
-            ),
-            sequence=KeyedJaggedTensor(
-                list(self.layout.sequence), table_rows[end:], lengths=all_lengths[num_pooled:].view(-1)
-            ),
-            labels=torch.from_numpy(labels),
-            weights=torch.full((len(rows),), 1 / max(len(rows), 1)),
-            groups=torch.from_numpy(np.array(groups)),
-            rows=torch.from_numpy(np.array(rows, dtype=np.int64)),
+            dense=encoded.dense,
+            pooled=self._keyed(self.inputs[:num_pooled], encoded),
+            sequence=self._keyed(self.inputs[num_pooled:], encoded),
+            labels=encoded.labels,
+            weights=encoded.counted / max(encoded.num_rows, 1),
+            groups=encoded.groups,
+            rows=encoded.rows,
         )
 
-    def scan(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, *, labelled: bool = True) -> Statistics:
-        """Check rows exactly as `encode` does, without encoding them, and measure their numbers."""
-        self._require(table, rows, labelled=labelled)
-        if labelled:
-            self._read_labels(table, rows)
-        for column, lengths, values in self._read_values(table, rows, collections.Counter()):
-            if column.exact:
-                _read_keys(column, lengths, values, rows)
-        return Statistics.of(self._read_numbers(table, rows))
+    def _keyed(self, inputs: tuple[IdInput, ...], encoded: EncodedRows) -> Any:
+        """The KeyedJaggedTensor of some inputs: one after another, each with its rows in order."""
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    def fit(self, statistics: Statistics) -> None:
-        """Take mean and standard deviation from the training data; a constant column is divided by 1."""
-        std = np.sqrt(statistics.squares / max(statistics.count, 1))
-        std = np.where(std <= _ROUNDING * np.abs(statistics.mean), 1.0, std)
-        self.mean.copy_(torch.from_numpy(np.where(self._standardized, statistics.mean, 0.0)))
-        self.std.copy_(torch.from_numpy(np.where(self._standardized, std, 1.0)))
+        num_rows = encoded.num_rows
+        lists = [encoded.lists[self._groups_of[i.name]] if i.name in self._groups_of else None for i in inputs]
+        ends = np.cumsum([num_rows if found is None else len(found.values) for found in lists]).tolist()
+        lengths = torch.ones(len(inputs), num_rows, dtype=torch.int64)
+        values = torch.empty(ends[-1] if ends else 0, dtype=torch.int64)
+        weights = torch.ones(len(values)) if any(i.weights for i in inputs) else None
+        start = 0
+        for has_one, run in itertools.groupby(range(len(inputs)), lambda n: lists[n] is None):
+            at = list(run)
+            if has_one:  # They lie side by side in `ids`, in the same order.
+                first = self._columns[inputs[at[0]].name]
+                values[start : ends[at[-1]]].view(len(at), num_rows).copy_(encoded.ids[:, first : first + len(at)].t())
+                start = ends[at[-1]]
+                continue
+            for n in at:
+                found = lists[n]
+                assert found is not None, "those without lists are above"
+                lengths[n] = found.offsets.diff()
+                values[start : ends[n]] = found.values[:, self._columns[inputs[n].name]]
+                if found.weights is not None and weights is not None:
+                    weights[start : ends[n]] = found.weights
+                start = ends[n]
+        return KeyedJaggedTensor([i.name for i in inputs], values, weights=weights, lengths=lengths.view(-1))
 
-    def _require(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, labelled: bool) -> None:
+    # Reading.
+
+    def _require(self, table: Table, rows: np.ndarray, labelled: bool) -> None:
         assert len(rows) == table.num_rows, f"{len(rows)} row positions were given for {table.num_rows} rows"
         if self._checked is None or self._checked[1] != labelled or not self._checked[0].equals(table.schema):
             problems = self.schema_problems(table.schema, "table", labelled=labelled)
@@ -260,90 +317,73 @@ class Encoder(nn.Module):
                 raise UserError.collect("The data does not fit the recipe", problems)
             self._checked = (table.schema, labelled)
 
-    def _type_problems(self, name: str, kind: pa.DataType) -> Iterator[str]:
-        for column in self._ids:
-            if column.name == name:
-                yield from id_type_problems(column, kind)
-        if name in self._numbers and not columns.is_number(kind):
-            yield f"has the type {kind}, but the recipe reads it as a number. Do: store it as an integer or float"
-        if name == self._label and not columns.is_number(kind):
-            yield f"has the type {kind}, but the label must be a number or boolean. Do: store it as 0 and 1"
-        if name == self._group and not columns.is_id(kind):
-            yield f"has the type {kind}, but groups are ids. Do: store it as an integer or text"
-
-    def _read_numbers(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray) -> np.ndarray:
-        """(N, B) float64, all finite and within float32's range."""
-        numbers = np.empty((len(self._numbers), len(rows)))
-        for i, name in enumerate(self._numbers):
-            numbers[i] = columns.numbers(columns.single_array(table, name))
-        legal = np.abs(numbers) <= _LARGEST
-        if not legal.all():
-            column, row = np.argwhere(~legal)[0]
-            name = self._numbers[column]
-            raise UserError(
-                f"The number {name!r} has an illegal value in row {rows[row]}",
-                received=columns.shown(table, name, row),
-                allowed=f"finite numbers from -{_LARGEST:.3g} to {_LARGEST:.3g}",
-                fix="fill or drop such rows when the data is prepared",
-            )
-        return numbers
-
-    def _read_labels(self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray) -> np.ndarray:
+    def _read_labels(
+        self, table: Table, rows: np.ndarray, counters: collections.Counter[str]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """(B,) labels, and (B,) True where a label is bad and skipped, None: nowhere; those are 0."""
         labels = columns.numbers(columns.single_array(table, self._label))
         legal = (labels == 0) | (labels == 1)
-        if not legal.all():
+        if legal.all():
+            return labels, None
+        if self._recipe.data.bad_labels == "error":
             row = int(np.argmin(legal))
             raise UserError(
                 f"The label {self._label!r} has an illegal value in row {rows[row]}",
                 received=columns.shown(table, self._label, row),
                 allowed="0 or 1",
-                fix="fill or drop such rows when the data is prepared",
+                fix="fill or drop such rows when the data is prepared, or set data.bad_labels to skip",
             )
-        return labels
+        counters[f"skipped/{self._label}"] += int((~legal).sum())
+        return np.where(legal, labels, 0), ~legal
 
-    def _read_groups(self, table: "pa.Table | pa.RecordBatch") -> np.ndarray:
+    def _read_groups(self, table: Table) -> np.ndarray:
         keys, missing = columns.id_keys(columns.single_array(table, str(self._group)))
         return keys if missing is None else np.where(missing, NULL_GROUP, keys)
 
-    def _read_values(
-        self, table: "pa.Table | pa.RecordBatch", rows: np.ndarray, counters: collections.Counter[str]
-    ) -> Iterator[tuple[IdColumn, np.ndarray | None, pa.Array]]:
-        """Each id column with its list lengths (None: one id per row) and ids, lists cut, histories in step."""
-        leaders: dict[str, np.ndarray] = {}
-        for column in self._ids:
-            array = columns.single_array(table, column.name)
-            if column.max_length is None:
-                yield column, None, array
-                continue
-            lengths, values = columns.list_parts(array)
-            if column.leader is not None:
-                expected = leaders.setdefault(column.leader, lengths)
-                if not np.array_equal(lengths, expected):
-                    row = int(np.argmax(lengths != expected))
-                    raise UserError(
-                        f"The history columns {column.leader!r} and {column.name!r} are out of step in row {rows[row]}",
-                        received=f"{expected[row]} and {lengths[row]} events",
-                        allowed="the same number of events in all columns of a history",
-                        fix="correct the lists when the data is prepared, null events included",
-                    )
-            lengths, values, num_cut = columns.cut_lists(lengths, values, column.max_length, newest=column.newest)
-            if num_cut:
-                counters[f"cut/{column.name}"] += num_cut
-            yield column, lengths, values
+    def _read_ids(
+        self, table: Table, rows: np.ndarray, numbers: np.ndarray, counters: collections.Counter[str]
+    ) -> Iterator[tuple[IdInput, IdValues]]:
+        for i in self.inputs:
+            if isinstance(i.feature, NumberFeature):
+                values = torch.from_numpy(numbers[self.numbers.columns.index(i.name)])
+                missing = values.isnan().numpy()
+                yield (
+                    i,
+                    IdValues(None, self.numbers.buckets(i.name, values).numpy(), missing if missing.any() else None),
+                )
+        for i, found in self._reader.read(table, rows, counters):
+            settings = self.settings[i.table]
+            if settings.ids == "exact" and i.num_rows is None and len(found.keys):
+                if found.keys.min() < 0 or found.keys.max() >= settings.rows:
+                    found = _replace_bad(i, settings, found, rows, counters)
+            yield i, found
 
 
-def _read_keys(
-    column: IdColumn, lengths: np.ndarray | None, values: pa.Array, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Keys and mask of the nulls, as `columns.id_keys`; ids of an exact table are checked."""
-    keys, missing = columns.id_keys(values)
-    if column.exact and len(keys) and (keys.min() < 0 or keys.max() >= column.num_rows):
-        position = int(np.argmax((keys < 0) | (keys >= column.num_rows)))
-        row = position if lengths is None else int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+def _policy(settings: TableSettings) -> ids.Policy:
+    if settings.ids == "hot_cold":
+        return ids.HotColdIds(settings.hot, settings.cold, settings.cold_hashes)
+    return ids.ExactIds(settings.rows) if settings.ids == "exact" else ids.HashedIds(settings.rows)
+
+
+def _replace_bad(
+    i: IdInput, settings: TableSettings, found: IdValues, rows: np.ndarray, counters: collections.Counter[str]
+) -> IdValues:
+    """Treat ids outside an exact table as its `bad_ids` says: unknown ones get the key -1."""
+    bad = (found.keys < 0) | (found.keys >= settings.rows)
+    assert found.raw is not None, "exact ids stand in the data as they are"
+    if settings.bad_ids == "error":
+        place = int(np.argmax(bad))
+        row = place if found.lengths is None else columns.row_of(place, found.lengths)
         raise UserError(
-            f"The id feature {column.name!r} leaves its table {column.table!r} in row {rows[row]}",
-            received=values[position].as_py(),
-            allowed=f"0..{column.num_rows - 1}",
-            fix=f"raise tables.{column.table}.rows, set tables.{column.table}.ids to hashed, or correct the data",
+            f"The id feature {i.name!r} leaves its table {i.table!r} in row {rows[row]}",
+            received=found.raw[place].as_py(),
+            allowed=f"0..{settings.rows - 1}",
+            fix=f"raise tables.{i.table}.rows, set its ids to hashed or its bad_ids to unknown, or correct the data",
         )
-    return keys, missing
+    counters[f"{'unknown' if settings.bad_ids == 'unknown' else 'clamped'}/{i.name}"] += int(bad.sum())
+    if settings.bad_ids == "unknown":
+        return dataclasses.replace(found, keys=np.where(bad, -1, found.keys))
+    # An unsigned number beyond int64 has a negative key.
+    below = 0 if not pt.is_uint64(columns.value_type(found.raw.type)) else settings.rows - 1
+    keys = np.where(found.keys < 0, below, np.minimum(found.keys, settings.rows - 1))
+    return dataclasses.replace(found, keys=keys)

@@ -1,4 +1,4 @@
-"""Raw id -> row of an embedding table: reserved codes, the stable hash, exact ids. `docs/ids.md` is the contract.
+"""Raw id -> row of an embedding table: reserved codes, the stable hash, the policies. `docs/ids.md` is the contract.
 
 Everything that a served model needs is plain torch on int64 tensors; only `string_keys`, which turns text into
 keys on the host, is numpy.
@@ -6,7 +6,7 @@ keys on the host, is numpy.
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recsys.recipe import RESERVED_ROWS
 
@@ -19,7 +19,7 @@ UNKNOWN = 2
 FIRST_ROW = RESERVED_ROWS
 """Row of the first real id."""
 
-HASH = "fnv1a64+splitmix64/1"
+HASH = "fnv1a64+splitmix64/2"
 """Name and version of the hash. Any change of a row that an id falls on needs a new version."""
 
 _FNV_BASIS = np.uint64(0xCBF29CE484222325)
@@ -82,15 +82,127 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def hashed_rows(keys: Tensor, num_rows: int) -> Tensor:
-    """Rows FIRST_ROW .. FIRST_ROW + num_rows - 1 for any int64 keys: mix(key), read as unsigned, modulo num_rows."""
-    mixed = mix(keys)
-    # A negative x stands for x + 2^64: the remainder of 2^64 is added, and one subtraction brings it below num_rows.
-    rows = torch.remainder(mixed, num_rows)
-    rows.add_((mixed >> 63).bitwise_and_((1 << 64) % num_rows)).sub_(num_rows)
-    return rows.add_((rows >> 63).bitwise_and_(num_rows)).add_(FIRST_ROW)
+def below(mixed: Tensor, limit: int) -> Tensor:
+    """floor(z * limit / 2^64) for the unsigned z of an int64 tensor: as even as the remainder, without a division.
+
+    Long multiplication with parts of z of 21, 21 and 22 bits: exact for 1 <= limit <= 2^40.
+    """
+    part = (1 << 21) - 1
+    product = (mixed & part).mul_(limit).bitwise_right_shift_(21)
+    product.add_((mixed >> 21).bitwise_and_(part).mul_(limit)).bitwise_right_shift_(21)
+    return product.add_(_shifted(mixed, 42).mul_(limit)).bitwise_right_shift_(22)
+
+
+def hashed_rows(keys: Tensor, num_rows: int, first: int = FIRST_ROW) -> Tensor:
+    """Rows first .. first + num_rows - 1 for any int64 keys."""
+    return below(mix(keys), num_rows).add_(first)
+
+
+def crossed(keys: Tensor, others: Tensor) -> Tensor:
+    """Keys of pairs of ids: mix(mix(key) + other). Another pair of the same two is another key."""
+    return mix(mix(keys).add_(others))
 
 
 def exact_rows(keys: Tensor, num_rows: int) -> Tensor:
     """Row FIRST_ROW + key for keys 0 .. num_rows - 1; UNKNOWN for all others, so that no lookup leaves the table."""
     return torch.where((keys >= 0) & (keys < num_rows), keys + FIRST_ROW, UNKNOWN)
+
+
+class ExactIds(nn.Module):
+    """Policy `exact`: ids 0 .. num_rows - 1 own their rows, any other is unknown."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    def forward(self, keys: Tensor) -> tuple[Tensor, None]:
+        """(n,) int64 keys -> (n,) int64 rows."""
+        return exact_rows(keys, self.num_rows), None
+
+
+class HashedIds(nn.Module):
+    """Policy `hashed`: all ids share num_rows rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    def forward(self, keys: Tensor) -> tuple[Tensor, None]:
+        """(n,) int64 keys -> (n,) int64 rows."""
+        return hashed_rows(keys, self.num_rows), None
+
+
+class HotColdIds(nn.Module):
+    """Policy `hot_cold`: ids of the index own rows, all others share hashed ones.
+
+    Rows: `hot` for the ids of the index, then `cold` shared ones, of which two hashes have a half each.
+
+    Attributes:
+        keys: (hot,) int64 sorted keys of the hot ids; INT64_MAX fills it up.
+        rows: (hot,) int64 row of each; -1 where `keys` is filled up.
+    """
+
+    keys: Tensor
+    rows: Tensor
+
+    def __init__(self, hot: int, cold: int, num_hashes: int = 1) -> None:
+        super().__init__()
+        self.hot, self.cold, self.num_hashes = hot, cold, num_hashes
+        self.register_buffer("keys", torch.full((hot,), torch.iinfo(torch.int64).max))
+        self.register_buffer("rows", torch.full((hot,), -1))
+
+    def forward(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(n,) int64 keys -> (n,) int64 rows; with two hashes also (n,) second rows, -1 where the id is hot."""
+        cold = keys.new_full(keys.shape, UNKNOWN)
+        first_cold, first_half = FIRST_ROW + self.hot, -(-self.cold // self.num_hashes)
+        if self.cold:
+            cold = hashed_rows(keys, first_half, first_cold)
+        hot = self._hot_rows(keys)
+        rows = cold if hot is None else torch.where(hot < 0, cold, hot)
+        if self.num_hashes == 1:
+            return rows, None
+        # The generator's second number: its state has moved on by _GAMMA once more.
+        second = hashed_rows(keys + _GAMMA, self.cold - first_half, first_cold + first_half)
+        return rows, second if hot is None else second.masked_fill_(hot >= 0, -1)
+
+    def _hot_rows(self, keys: Tensor) -> Tensor | None:
+        """(n,) rows of the ids of the index, -1 for others; None for an empty index."""
+        if not self.hot:
+            return None
+        places = torch.searchsorted(self.keys, keys).clamp_(max=self.hot - 1)
+        return torch.where(self.keys[places] == keys, self.rows[places], -1)
+
+
+Policy = ExactIds | HashedIds | HotColdIds
+
+
+class SmallIds:
+    """Remembers the rows of ids 0 .. 2^20 - 1 of one policy: reading a row costs a tenth of finding it.
+
+    For the host's hot path alone; what it answers is what the policy answers.
+    """
+
+    _LIMIT = 1 << 20
+
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        """Args: the policy, and an integer type that holds its rows."""
+        self._policy, self._dtype = policy, dtype
+        self._rows = torch.zeros(0, dtype=dtype)
+        self._seconds: Tensor | None = None
+
+    def forget(self) -> None:
+        """Ask the policy again: its index has changed."""
+        self._rows = self._rows[:0]
+
+    def __call__(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As the policy: rows, and second rows where it has two hashes; of either integer type."""
+        if not len(keys):
+            return self._policy(keys)
+        low, high = (int(bound) for bound in torch.aminmax(keys))
+        if low < 0 or high >= self._LIMIT:
+            return self._policy(keys)
+        if high >= len(self._rows):
+            rows, seconds = self._policy(torch.arange(min(max(1 << high.bit_length(), 1024), self._LIMIT)))
+            self._rows, self._seconds = rows.to(self._dtype), None if seconds is None else seconds.to(self._dtype)
+        seconds = None if self._seconds is None else self._seconds.index_select(0, keys)
+        return self._rows.index_select(0, keys), seconds

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,12 @@ from recsys import models, optim, sharding
 from recsys.data.batch import Batch
 from recsys.data.parquet import ParquetData
 from recsys.data.reader import Prefetcher, Reader
-from recsys.distributed import Ranks, agreed, gather
+from recsys.distributed import Ranks, agreed
 from recsys.embedding import Embeddings
-from recsys.encoder import Encoder, Statistics
+from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.layers.norm import synchronize_statistics
 from recsys.recipe import Recipe, Split
-
-_SCAN_BATCH_ROWS = 65_536  # large reads: the scan is bound by decoding
 
 
 class Task(nn.Module):
@@ -95,23 +93,18 @@ class Data:
         with agreed("data"):
             return cls(recipe, encoder, ranks, paths, labelled=labelled)
 
-    def scan(self) -> Statistics:
-        """Read everything once before a run: bad values end it here. The statistics are those of the training set."""
-        statistics = Statistics.empty(self.encoder)
-        for split in self.sets:
-            found = Statistics.empty(self.encoder)
-            with agreed(f"data.{split}"):
-                for table, rows in self.reader(split, batch_size=_SCAN_BATCH_ROWS).iterate(0):
-                    found = found.merge(self.encoder.scan(table, rows, labelled=self.labelled))
-            if split == "train":
-                statistics = functools.reduce(Statistics.merge, gather(found))
-        return statistics
-
-    def reader(self, split: Split, *, batch_size: int | None = None, shuffle_rows: int = 0) -> Reader:
-        """A reader of this rank's rows of a split."""
+    def reader(
+        self,
+        split: Split,
+        *,
+        batch_size: int | None = None,
+        shuffle_rows: int = 0,
+        columns: Sequence[str] | None = None,
+    ) -> Reader:
+        """A reader of this rank's rows of a split; `columns` None means all that are encoded."""
         return Reader(
             self.sets[split],
-            self.encoder.columns if self.labelled else self.encoder.feature_columns,
+            columns or (self.encoder.columns if self.labelled else self.encoder.feature_columns),
             batch_size=batch_size or self.recipe.data.batch_size_per_rank,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -124,10 +117,11 @@ class Data:
         return Prefetcher(self._encoded(reader, epoch))
 
     def _encoded(self, reader: Reader, epoch: int) -> Iterator[Batch]:
-        for step, (table, rows) in enumerate(reader.iterate(epoch)):
+        encode = functools.partial(self.encoder.encode_rows, labelled=self.labelled)
+        for step, rows in enumerate(reader.iterate_encoded(epoch, encode)):
             by_rank = reader.rows_by_rank(step)
-            batch = self.encoder.encode(table, rows, labelled=self.labelled)
-            batch.weights = torch.full((len(batch),), self.ranks.world_size / sum(by_rank))
+            batch = self.encoder.batch(rows)
+            batch.weights = rows.counted * (self.ranks.world_size / sum(by_rank))
             if self.ranks.world_size > 1:
                 batch.pad_bags(max(by_rank))
             if self.ranks.device.type == "cuda":

@@ -44,7 +44,12 @@ METRICS: Mapping[str, Metric] = {
 
 
 def compute(
-    probs: np.ndarray, labels: np.ndarray, groups: np.ndarray | None, logits: np.ndarray | None = None
+    probs: np.ndarray,
+    labels: np.ndarray,
+    groups: np.ndarray | None,
+    logits: np.ndarray | None = None,
+    *,
+    warn: bool = True,
 ) -> dict[str, float | None]:
     """Every metric of `METRICS`, over all rows at once.
 
@@ -54,6 +59,7 @@ def compute(
         groups: (N,) integer keys of GAUC's groups (hash text first); None where the data has no group.
         logits: (N,) scores before the sigmoid. Where given, they rank the rows and carry the log loss, so that
             probabilities that saturate at 0 or 1 neither tie nor meet the clip.
+        warn: Tell in the log which values are undefined.
 
     Returns:
         One value per metric; None where it is undefined: everything without rows, `auc` and `normalized_entropy`
@@ -83,7 +89,8 @@ def compute(
             values["normalized_entropy"] = logloss / float(entropy)
         if base_rate > 0:
             values["calibration"] = float(probs.mean()) / base_rate
-    _warn_undefined(values, labels, has_groups=groups is not None)
+    if warn:
+        _warn_undefined(values, labels, has_groups=groups is not None)
     return values
 
 

@@ -16,15 +16,17 @@ from recsys.data.parquet import ParquetData
 from recsys.distributed import agreed, alike_on_host, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
+from recsys.frequencies import Frequencies
 from recsys.job import Data, Job, assemble
 from recsys.recipe import PREDICTION
 from recsys.run_folder import RunFolder
+from recsys.survey import check
 
 _WRITE_BATCH_ROWS = 65_536
 
 
 def evaluate(run: str, *, data_path: str | None = None, json_path: str | None = None) -> dict[str, Any]:
-    """Metrics of a trained model.
+    """Metrics of a trained model, with the keys `slices` (or None) and `traffic` of `scoring.Evaluation`.
 
     Args:
         run: A run folder or a checkpoint inside one.
@@ -32,11 +34,14 @@ def evaluate(run: str, *, data_path: str | None = None, json_path: str | None = 
         json_path: Where the metrics are also written.
     """
     with _loaded(run, data_path, json_path, labelled=True) as (job, data):
-        found = broadcast(scoring.evaluate(job.task, data, data.reader("test")))
+        folder, _ = RunFolder.open(run)
+        items = Frequencies.read(folder.item_counts) if folder.item_counts.exists() else None
+        found = broadcast(scoring.evaluate(job.task, data, "test", items))
+        result = {**found.metrics, "slices": found.slices, "traffic": found.traffic}
         with agreed("--json"):
             if json_path is not None and job.ranks.rank == 0:
-                pathlib.Path(json_path).write_text(json.dumps(found.metrics, indent=1) + "\n", encoding="utf-8")
-        return found.metrics
+                pathlib.Path(json_path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return result
 
 
 def predict(run: str, *, data_path: str, output: str) -> int:
@@ -76,9 +81,12 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
                 _require_writable(pathlib.Path(target), pathlib.Path(data_path))
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks, {"test": data_path}, labelled=labelled)
-        data.scan()
+        check(data)
         job = assemble(recipe, ranks, encoder)
         checkpoint.load(path, job.task, encoder)
+        with agreed("data"):
+            if problems := encoder.kind_problems({str(data_path): data.sets["test"].schema}):
+                raise UserError.collect("The data does not fit the model", problems)
         yield job, data
 
 

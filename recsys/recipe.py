@@ -4,8 +4,8 @@ Nothing here imports torch: `recsys check` and `--help` stay quick and work with
 problem of a recipe is reported at once, an unknown key with the nearest right one.
 """
 
-import os
-import pathlib
+import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -13,9 +13,21 @@ from typing import Annotated, Literal
 import pydantic
 import yaml
 
-from recsys.errors import UserError, nearest
+from recsys.errors import nearest
+from recsys.features import (
+    MAX_COUNT,
+    Count,
+    Feature,
+    HistoryFeature,
+    IdFeature,
+    IdInput,
+    NumberFeature,
+    Settings,
+    Text,
+)
 from recsys.models.config import DINConfig, ModelConfig
-from recsys.schema import Field, History, Inputs, Layout, Pooling, Table
+from recsys.paths import expand_path
+from recsys.schema import Field, History, Inputs, Layout, Table
 
 RESERVED_ROWS = 3
 """Rows in front of every table: 0 padding (never looked up), 1 missing, 2 unknown. `recsys.ids` documents them."""
@@ -23,107 +35,35 @@ RESERVED_ROWS = 3
 PREDICTION = "probability"
 """The column that `recsys predict` writes beside the key columns."""
 
-_MAX_ROWS, _MAX_WIDTH, _MAX_COUNT = 2**40, 2**16, 2**31 - 1  # beyond any use, within what int64 and int32 can count
-_RANGE = re.compile(r"(.*?)(\d+)\.\.(.*?)(\d+)")
-_MAX_RANGE = 10_000
+_MAX_ROWS, _MAX_WIDTH = 2**40, 2**16  # beyond any use, within what int64 can count
 
 FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
 """Numbers that YAML 1.1 takes for text: `1e-3`."""
 
 
-class _Settings(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def _expand_columns(value: object) -> object:
-    """Write out ranges: `C1..C3` means C1, C2, C3; `C08..C10` keeps its zeros."""
-    if not isinstance(value, list | tuple):
-        return value
-    columns: list[object] = []
-    for item in value:
-        if not isinstance(item, str) or ".." not in item:
-            columns.append(item)
-            continue
-        match = _RANGE.fullmatch(item)
-        if not match or match[1] != match[3] or not 0 <= int(match[4]) - int(match[2]) < _MAX_RANGE:
-            allowed = f"one name counted upwards, such as C1..C26, over at most {_MAX_RANGE} columns"
-            raise ValueError(f"{item!r} is no range of columns. Allowed: {allowed}")
-        width = len(match[2]) if match[2].startswith("0") else 0
-        columns += [f"{match[1]}{i:0{width}}" for i in range(int(match[2]), int(match[4]) + 1)]
-    return tuple(columns)
-
-
-Text = Annotated[str, pydantic.Field(min_length=1)]
-Count = Annotated[int, pydantic.Field(ge=1, le=_MAX_COUNT)]
-Columns = Annotated[
-    tuple[Text, ...], pydantic.BeforeValidator(_expand_columns), pydantic.Field(min_length=1, strict=False)
-]
-Name = Annotated[str, pydantic.Field(min_length=1, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class IdFeature(_Settings):
-    """Columns with one id (integer or string) per row."""
-
-    kind: Literal["id"]
-    columns: Columns
-    """Column names; ranges such as `C1..C26` are written out."""
-    table: Name | None = None
-    """Table that all these columns share; None gives each column a table of its own name."""
-
-
-class IdListFeature(_Settings):
-    """Columns with a list of ids per row, pooled into one vector."""
-
-    kind: Literal["id_list"]
-    columns: Columns
-    """Column names."""
-    table: Name | None = None
-    """Table that all these columns share; None gives each column a table of its own name."""
-    pooling: Pooling = "mean"
-    """How the vectors of one list become one vector."""
-    max_length: Count = 100
-    """Longest list; longer ones are cut and counted."""
-    keep: Literal["newest", "oldest"] = "newest"
-    """Which end of a list that is too long stays: newest is the end, oldest the beginning."""
-
-
-class HistoryFeature(_Settings):
-    """Lists of past events, oldest first, in step, each paired with a column of the candidate."""
-
-    kind: Literal["history"]
-    of: dict[Text, Text] = pydantic.Field(min_length=1)
-    """History column -> id column it is compared with. Both share one table."""
-    max_length: Count = 50
-    """Longest history; longer ones are cut and counted."""
-    keep: Literal["newest", "oldest"] = "newest"
-    """Which end of a history that is too long stays: newest is the end, oldest the beginning."""
-
-
-class NumberFeature(_Settings):
-    """Columns with one number per row. NaN, infinity and null are errors."""
-
-    kind: Literal["number"]
-    columns: Columns
-    """Column names; ranges such as `I1..I13` are written out."""
-    transform: Literal["standardize", "none"] = "standardize"
-    """`standardize` subtracts the training data's mean and divides by its standard deviation."""
-
-
-Feature = Annotated[IdFeature | IdListFeature | HistoryFeature | NumberFeature, pydantic.Field(discriminator="kind")]
-
 Split = Literal["train", "valid", "test"]
 ShardingKind = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
 
 
-class TableSettings(_Settings):
+class TableSettings(Settings):
     """How raw ids become rows of a table, and where the rows live."""
 
-    ids: Literal["exact", "hashed"] = "hashed"
-    """`exact`: an id 0..rows-1 is its own row, others are errors. `hashed`: any integer or string, into `rows` rows."""
+    ids: Literal["exact", "hashed", "hot_cold"] = "hashed"
+    """`exact`: an id 0..rows-1 is its own row. `hashed`: any integer or string, into `rows` rows. `hot_cold`: ids that
+    training saw often own rows, all others share hashed ones."""
     rows: int = pydantic.Field(default=100_000, ge=1, le=_MAX_ROWS)
-    """Rows for ids. Three rows for padding, missing and unknown come on top."""
+    """Rows for ids (`exact` and `hashed`). Three rows for padding, missing and unknown come on top in any table."""
+    hot: int = pydantic.Field(default=100_000, ge=0, le=MAX_COUNT)
+    """Most ids that own a row (`hot_cold`): the most frequent ones."""
+    min_count: Count = 2
+    """Ids that training saw less often stay cold (`hot_cold`)."""
+    cold: int = pydantic.Field(default=10_000, ge=0, le=_MAX_ROWS)
+    """Rows that all other ids share (`hot_cold`); 0 gives them the one row for unknown ids."""
+    cold_hashes: Literal[1, 2] = 1
+    """Shared rows that a cold id reads; with 2, the sum of two rows, one from each half of them."""
+    bad_ids: Literal["error", "unknown", "clamp"] = "error"
+    """What an id outside 0..rows-1 does (`exact`): end the run, read the row for unknown ids, or the nearest id's row;
+    the latter two are counted."""
     dim: int = pydantic.Field(default=16, ge=1, le=_MAX_WIDTH)
     """Width of a vector; any width up to 65536."""
     init_std: float = pydantic.Field(default=0.01, ge=0)
@@ -133,8 +73,32 @@ class TableSettings(_Settings):
     sharding: ShardingKind = "auto"
     """How the table is split over ranks; `auto` leaves it to the planner."""
 
+    @property
+    def id_rows(self) -> int:
+        """Rows for ids, reserved ones left out."""
+        return self.hot + self.cold if self.ids == "hot_cold" else self.rows
 
-class DataSettings(_Settings):
+    @property
+    def own_rows(self) -> int:
+        """Rows that belong to one id each; they come first."""
+        return {"exact": self.rows, "hashed": 0, "hot_cold": self.hot}[self.ids]
+
+    @property
+    def num_hashes(self) -> int:
+        """Rows that an id without a row of its own reads."""
+        return self.cold_hashes if self.ids == "hot_cold" else 1
+
+    @property
+    def second_row(self) -> int | None:
+        """First of the rows that second hashes fall on, in the stored table; None where there is one hash."""
+        return (
+            RESERVED_ROWS + self.hot + (self.cold + 1) // 2
+            if self.ids == "hot_cold" and self.cold_hashes == 2
+            else None
+        )
+
+
+class DataSettings(Settings):
     """Where the data is and what its columns mean."""
 
     train: Text
@@ -145,15 +109,22 @@ class DataSettings(_Settings):
     """Parquet file or folder that is evaluated once, at the end, with the best epoch."""
     label: Text = "label"
     """Column with 0 or 1."""
+    bad_labels: Literal["error", "skip"] = "error"
+    """What a label other than 0 and 1 does: end the run, or leave its row out of loss and metrics, counted."""
     group: Text | None = None
     """Column of ids that GAUC groups by; it need not be a feature."""
+    item: Text | None = None
+    """Column of ids by whose frequency in training the metrics are sliced. None: the target of the first history, if
+    there is one."""
+    vocabulary: Text | None = None
+    """Folder of the vocabularies of `hot_cold` tables; None: the one in the data cache that fits the training data."""
     batch_size_per_rank: Count = 1024
     """Most rows of one rank's batch; the rows of an epoch are spread evenly over its steps."""
-    shuffle_rows: int = pydantic.Field(default=262_144, ge=0, le=_MAX_COUNT)
+    shuffle_rows: int = pydantic.Field(default=262_144, ge=0, le=MAX_COUNT)
     """Rows held in memory and shuffled together, per rank; 0 keeps the order of the files."""
 
 
-class SparseOptimizer(_Settings):
+class SparseOptimizer(Settings):
     """The fused optimizer of the tables: only rows of the batch are read and written."""
 
     name: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
@@ -164,7 +135,7 @@ class SparseOptimizer(_Settings):
     """Added to the root of the squared gradients (Adagrad kinds only)."""
 
 
-class DenseOptimizer(_Settings):
+class DenseOptimizer(Settings):
     """The optimizer of everything that is not a table."""
 
     name: Literal["adam", "adagrad", "sgd"] = "adam"
@@ -177,7 +148,7 @@ class DenseOptimizer(_Settings):
     """L2 penalty on the dense weights; `l2` of a table is its like for tables."""
 
 
-class OptimizerSettings(_Settings):
+class OptimizerSettings(Settings):
     """One optimizer for the tables, one for the dense layers."""
 
     sparse: SparseOptimizer = SparseOptimizer()
@@ -186,7 +157,7 @@ class OptimizerSettings(_Settings):
     """Optimizer of the dense layers."""
 
 
-class TrainSettings(_Settings):
+class TrainSettings(Settings):
     """The training loop."""
 
     epochs: Count = 1
@@ -209,7 +180,7 @@ class TrainSettings(_Settings):
     """Steps between two points of the training loss curve."""
 
 
-class Recipe(_Settings):
+class Recipe(Settings):
     """A whole run."""
 
     model: ModelConfig
@@ -243,10 +214,10 @@ class Recipe(_Settings):
         return self
 
     def _problems(self) -> Iterator[str]:
-        names = [c for f in self.features for c in (f.of if isinstance(f, HistoryFeature) else f.columns)]
+        names = [*(i.name for i in self.id_inputs), *self.dense_inputs]
         targets = [c for f in self.features if isinstance(f, IdFeature) for c in f.columns]
         for name in sorted({n for n in names if names.count(n) > 1}):
-            yield f"features: column {name!r} is declared {names.count(name)} times. Do: declare it once"
+            yield f"features: {name!r} is declared {names.count(name)} times. Do: declare it once"
         for feature in self.features:
             for history, target in feature.of.items() if isinstance(feature, HistoryFeature) else ():
                 if target not in targets:
@@ -254,7 +225,7 @@ class Recipe(_Settings):
                         f"features: history {history!r} is compared with {target!r}, which no `id` feature declares. "
                         f"Allowed: {sorted(targets)}.{nearest(target, targets)}"
                     )
-        if self.data.label in names:
+        if self.data.label in {column for i in self.id_inputs for column in i.columns} | set(self.number_columns):
             yield f"features: the label {self.data.label!r} must not be a feature. Do: remove it from `features`"
         if self.data.group == self.data.label:
             yield f"data.group: {self.data.group!r} is the label, in whose groups no AUC is defined. Do: group by an id"
@@ -264,10 +235,11 @@ class Recipe(_Settings):
         for name, widths in self.model:
             if isinstance(widths, tuple) and max(widths, default=0) > _MAX_WIDTH:
                 yield f"model.{name}: a layer is too wide. Received: {max(widths)}. Allowed: 1..{_MAX_WIDTH}"
-        used = set(self.id_columns.values())
+        used = {i.table for i in self.id_inputs}
         for name in sorted(used):
             if name == "default" or "." in name:
                 yield f"features: no table can be called {name!r}. Do: give that column another `table`"
+        yield from self._id_problems()
         for name in self.tables:
             if name != "default" and name not in used:
                 yield f"tables.{name}: no feature uses this table. Allowed: {sorted(used)}.{nearest(name, used)}"
@@ -285,7 +257,8 @@ class Recipe(_Settings):
 
     def _sharding_problems(self, tables: set[str]) -> Iterator[str]:
         histories = [f for f in self.features if isinstance(f, HistoryFeature)]
-        attended = {self.id_columns.get(t) for f in histories for t in f.of.values()} if self.model.attends else set()
+        tables_of = {i.name: i.table for i in self.id_inputs}
+        attended = {tables_of.get(t) for f in histories for t in f.of.values()} if self.model.attends else set()
         for name in sorted(tables):
             sharding = self.table_settings(name).sharding
             if sharding == "data_parallel" and name in attended:
@@ -299,42 +272,79 @@ class Recipe(_Settings):
                     "Do: choose another sharding, or optimizer.sparse.name=adagrad"
                 )
 
-    @property
-    def id_columns(self) -> dict[str, str]:
-        """Id and id list columns -> the table of each."""
-        return {
-            column: feature.table or column
-            for feature in self.features
-            if isinstance(feature, IdFeature | IdListFeature)
-            for column in feature.columns
-        }
+    def _id_problems(self) -> Iterator[str]:
+        for i in self.id_inputs:
+            settings = self.table_settings(i.table)
+            if i.num_rows is None and not i.raw and settings.ids == "exact":
+                yield (
+                    f"tables.{i.table}.ids: the ids of a {i.feature.kind} have no range. Received: exact. "
+                    "Allowed: hashed, hot_cold"
+                )
+            if settings.ids == "hot_cold" and settings.hot + settings.cold < 1:
+                yield f"tables.{i.table}: hot and cold are both 0. Do: give the table rows"
+            if settings.second_row is not None and settings.cold < 2:
+                yield (
+                    f"tables.{i.table}.cold: two hashes need a row each. Received: {settings.cold}. Allowed: 2 and more"
+                )
+            if i.weights and i.name in self.layout.sequence:
+                yield (
+                    f"features: {i.name!r} has weights and shares its table with a history, whose vectors the model "
+                    "reads one by one. Do: give it another `table`"
+                )
+        for feature in self.features:
+            unknown = set(getattr(feature, "weights", ())) - set(getattr(feature, "columns", ()))
+            if unknown:
+                yield f"features: weights are given for {sorted(unknown)}, which this feature does not read"
+
+    @functools.cached_property
+    def id_inputs(self) -> tuple[IdInput, ...]:
+        """The id inputs of all features, in declaration order, each with the table that it is looked up in."""
+        found = [i for feature in self.features for i in feature.id_inputs()]
+        targets = {i.name: i.table for i in found if isinstance(i.feature, IdFeature)}
+        return tuple(
+            dataclasses.replace(i, table=targets.get(i.table, i.table)) if isinstance(i.feature, HistoryFeature) else i
+            for i in found
+        )
 
     @property
-    def dense_columns(self) -> tuple[str, ...]:
+    def number_columns(self) -> tuple[str, ...]:
         """Number columns, in declaration order."""
         return tuple(c for f in self.features if isinstance(f, NumberFeature) for c in f.columns)
 
-    def table_settings(self, name: str) -> TableSettings:
-        """The settings that hold for a table: its own, else `default`, else the built-in ones."""
-        return self.tables.get(name) or self.tables.get("default") or TableSettings()
+    @property
+    def dense_inputs(self) -> tuple[str, ...]:
+        """The numbers that the model reads, in order."""
+        return tuple(name for f in self.features if isinstance(f, NumberFeature) for name in f.dense_inputs())
 
     @property
+    def item(self) -> str | None:
+        """The column by whose frequency in training metrics are sliced."""
+        histories = [f for f in self.features if isinstance(f, HistoryFeature)]
+        return self.data.item or (next(iter(histories[0].of.values())) if histories else None)
+
+    def table_settings(self, name: str) -> TableSettings:
+        """The settings that hold for a table: its own, else `default`, else the built-in ones."""
+        settings = self.tables.get(name) or self.tables.get("default") or TableSettings()
+        fixed = next((i.num_rows for i in self.id_inputs if i.table == name and i.num_rows is not None), None)
+        return settings if fixed is None else settings.model_copy(update={"ids": "exact", "rows": fixed})
+
+    @functools.cached_property
     def inputs(self) -> Inputs:
         """Tables and features as models read them."""
         tables = []
-        for name in dict.fromkeys(self.id_columns.values()):
+        for name in dict.fromkeys(i.table for i in self.id_inputs):
             settings = self.table_settings(name)
-            tables.append(Table(name, settings.rows + RESERVED_ROWS, settings.dim, settings.init_std, settings.l2))
+            rows = settings.id_rows + RESERVED_ROWS
+            tables.append(Table(name, rows, settings.dim, settings.init_std, settings.l2, settings.second_row))
         return Inputs(
             tables=tuple(tables),
             fields=tuple(
-                Field(c, f.table or c, f.pooling if isinstance(f, IdListFeature) else "sum")
-                for f in self.features
-                if isinstance(f, IdFeature | IdListFeature)
-                for c in f.columns
+                Field(i.name, i.table, i.pooling, i.weights is not None)
+                for i in self.id_inputs
+                if not isinstance(i.feature, HistoryFeature)
             ),
             histories=tuple(History(f.of) for f in self.features if isinstance(f, HistoryFeature)),
-            dense=self.dense_columns,
+            dense=self.dense_inputs,
         )
 
     @property
@@ -360,6 +370,13 @@ class Recipe(_Settings):
             update={"data": self.data.model_copy(update={str(split): path for split, path in self.paths.items()})}
         )
 
+    def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> "Recipe":
+        """A copy with other values, unchecked."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("id_inputs", "inputs"):  # Derived from the values that may have changed.
+            copied.__dict__.pop(name, None)
+        return copied
+
     def to_yaml(self) -> str:
         """The resolved recipe: every setting of this run, readable by `recsys.recipe_file.load`."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -370,28 +387,3 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
-
-
-def data_home() -> pathlib.Path:
-    """Folder of downloaded and prepared data: `RECSYS_DATA`, else ~/.cache/recsys."""
-    return _with_home(os.environ.get("RECSYS_DATA") or "~/.cache/recsys", "set RECSYS_DATA to an absolute path")
-
-
-def expand_path(path: str) -> str:
-    """A path with `${RECSYS_DATA}` and `~` written out, absolute.
-
-    Raises:
-        UserError: It is the address of a remote file, or begins with a home folder that is not known.
-    """
-    if "://" in path:
-        raise UserError("Data is read from local paths only", received=path, fix="copy it here, or mount its storage")
-    if "${RECSYS_DATA}" in path:
-        path = path.replace("${RECSYS_DATA}", str(data_home()))
-    return str(_with_home(path, "give an absolute path").absolute())
-
-
-def _with_home(path: str, fix: str) -> pathlib.Path:
-    try:
-        return pathlib.Path(path).expanduser()
-    except RuntimeError as error:
-        raise UserError("The home folder that a path begins with is not known", received=path, fix=fix) from error

@@ -11,8 +11,9 @@ import pydantic
 import yaml
 
 from recsys.errors import UserError, nearest
+from recsys.features import Feature
 from recsys.models.config import ModelConfig
-from recsys.recipe import FLOAT, Feature, Recipe, TableSettings
+from recsys.recipe import FLOAT, Recipe, TableSettings
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:

@@ -76,6 +76,8 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         UserError: there is no such folder, or one of the files cannot be read as what it should be.
     """
+    from recsys import cold_report  # it draws with this module's tables and colours
+
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError("There is no such run folder", received=str(run_dir), fix="give the folder of a training run")
@@ -93,12 +95,13 @@ def write_report(run_dir: Path) -> Path:
         ("Loss", _picture(run_dir, "loss", _draw_loss(losses, evaluations), "train_loss.jsonl and metrics.jsonl")),
         ("AUC", _picture(run_dir, "auc", _draw_auc(evaluations, best_epoch), "metrics.jsonl")),
         ("Calibration", _picture(run_dir, "calibration", _draw_calibration(final), "metrics.json")),
+        ("Rare and new ids", cold_report.html_fragment(final, run_dir)),
         ("Evaluations", _evaluations(evaluations, best_epoch)),
         ("Plan", _picture(run_dir, "plan", _draw_plan(plan), "plan.json") + _plan_table(plan)),
         ("Environment", _environment(environment)),
         ("Recipe", f"<pre>{html.escape(recipe)}</pre>" if recipe else _absent("recipe.yaml")),
     ]
-    body = "\n".join(f"<section><h2>{title}</h2>\n{content}</section>" for title, content in sections)
+    body = "\n".join(f"<section><h2>{title}</h2>\n{content}</section>" for title, content in sections if content)
     name = html.escape(run_dir.resolve().name)
     page = run_dir / "report.html"
     page.write_text(

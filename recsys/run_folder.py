@@ -76,6 +76,16 @@ class RunFolder:
         """The resolved recipe of the run."""
         return load_recipe(self.path / "recipe.yaml")
 
+    @property
+    def vocabularies(self) -> pathlib.Path:
+        """Folder of the vocabularies that the run was trained with."""
+        return self.path / "vocabulary"
+
+    @property
+    def item_counts(self) -> pathlib.Path:
+        """File of the frequencies of the item column in the training data."""
+        return self.path / "item_counts.parquet"
+
     def checkpoint_path(self, step: int) -> pathlib.Path:
         """Where the checkpoint of a step stands."""
         return self.path / "checkpoints" / f"step_{step:08d}"

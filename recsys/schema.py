@@ -19,6 +19,9 @@ class Table:
 
     `l2` adds l2 / 2 * |vector|^2 to the loss of a row for every vector that the row looks up: rows of the table that
     a batch does not touch are not pulled either. Of a list it is the pooled vector that counts.
+
+    `second_row`: ids may read two rows, the sum of which is their vector. Rows from this one on are second rows: where
+    one stands in a list of rows, it belongs to the id of the row in front of it. None: every row is an id.
     """
 
     name: str
@@ -26,15 +29,20 @@ class Table:
     dim: int
     init_std: float = 0.01
     l2: float = 0.0
+    second_row: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """An id or a list of ids in one row of data, looked up in `table` and pooled into one vector."""
+    """An id or a list of ids in one row of data, looked up in `table` and pooled into one vector.
+
+    `weighted`: the ids of the list come with weights; `mean` then divides by their sum.
+    """
 
     name: str
     table: str
     pooling: Pooling = "sum"
+    weighted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

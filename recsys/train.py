@@ -1,6 +1,5 @@
 """Training: set-up in order, then one loop."""
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
 from recsys import checkpoint, metrics, report, scoring
-from recsys.distributed import agreed, broadcast, gather, process_group
+from recsys.distributed import agreed, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.job import Data, Job, assemble
@@ -24,8 +23,17 @@ from recsys.layers.norm import average_statistics
 from recsys.progress import Reporter
 from recsys.recipe import Recipe, Split
 from recsys.run_folder import RunFolder, environment
+from recsys.survey import Survey, survey
 
 log = logging.getLogger("recsys")
+
+_MEANINGS = {
+    "cut": "lists of %r are over max_length and cut",
+    "unknown": "ids of %r lie outside their table and read the row for unknown ids",
+    "clamped": "ids of %r lie outside their table and read the row of the nearest id",
+    "filled": "numbers of %r are missing and filled",
+    "skipped": "rows have no usable %r and do not count",
+}
 
 
 @dataclasses.dataclass
@@ -57,7 +65,7 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Resul
     with process_group(recipe.train.device, threads=recipe.train.threads_per_rank) as ranks:
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks)
-        encoder.fit(data.scan())
+        learnt = survey(data)
         job = assemble(recipe, ranks, encoder)
         folder = RunFolder.create(run, recipe, name, ranks)
         with folder.logging():
@@ -65,15 +73,28 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Resul
             facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
             folder.write_json("environment.json", facts)
             folder.write_json("plan.json", job.describe_plan())
-            _describe_start(job, data, folder)
-            final = _Training(job, data, folder).run()
+            _describe_start(job, data, folder, learnt)
+            _store(learnt, folder)
+            final = _Training(job, data, folder, learnt).run()
             with agreed("report"):
                 if ranks.rank == 0:
                     report.write_report(folder.path)
             return Result(folder.path, final, folder.path / "report.html")
 
 
-def _describe_start(job: Job, data: Data, folder: RunFolder) -> None:
+def _store(learnt: Survey, folder: RunFolder) -> None:
+    """Keep what evaluations of the trained model need, and the vocabularies it was trained with."""
+    with agreed("run folder"):
+        if not folder.writes:
+            return
+        if learnt.items is not None:
+            learnt.items.write(folder.item_counts)
+        for vocabulary in learnt.vocabularies.values():
+            folder.vocabularies.mkdir(exist_ok=True)
+            shutil.copyfile(vocabulary.path, folder.vocabularies / vocabulary.path.name)
+
+
+def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> None:
     rows = ", ".join(f"{split} {found.num_rows:,}" for split, found in data.sets.items())
     kinds = ", ".join(f"{t['name']} {t['kind']}" for t in job.describe_plan()["tables"])
     log.info("Run folder %s", folder.path)
@@ -85,20 +106,23 @@ def _describe_start(job: Job, data: Data, folder: RunFolder) -> None:
         rows,
     )
     log.info("Tables: %s", kinds)
+    for split, counters in learnt.counters.items():
+        for name, count in sorted(counters.items()):
+            log.info("%s: %s %s", split, f"{count:,}", _MEANINGS[name.partition("/")[0]] % name.partition("/")[2])
 
 
 class _Training:
     """One training run from the first epoch to the metrics of the best one."""
 
-    def __init__(self, job: Job, data: Data, folder: RunFolder) -> None:
-        self.job, self.data, self.folder = job, data, folder
+    def __init__(self, job: Job, data: Data, folder: RunFolder, learnt: Survey) -> None:
+        self.job, self.data, self.folder, self.learnt = job, data, folder, learnt
         self.settings, self.device = job.recipe.train, job.ranks.device
         self.optimizer = job.optimizer()
         self.reader = data.reader("train", shuffle_rows=job.recipe.data.shuffle_rows)
         self.reporter = Reporter(folder, self.reader.num_steps * self.settings.epochs)
         self.step = 0
         self.best: dict[str, Any] = {}  # the evaluation of the kept epoch; empty before the first
-        self.cut: dict[str, int] = {}
+        self.best_valid: scoring.Evaluation | None = None
         self.start_s = time.perf_counter()
 
     def run(self) -> dict[str, Any]:
@@ -106,14 +130,13 @@ class _Training:
         with contextlib.closing(self.reporter):
             for epoch in range(1, self.settings.epochs + 1):
                 evaluation = {"epoch": epoch, **self._train_epoch(epoch)}
-                if epoch == 1:
-                    self._tell_what_was_cut()
-                if "valid" in self.data.sets:
-                    evaluation |= self._evaluate("valid").metrics
+                valid = self._evaluate("valid") if "valid" in self.data.sets else None
+                evaluation |= valid.metrics if valid else {}
                 evaluation["elapsed_s"] = time.perf_counter() - self.start_s
                 self.reporter.evaluated("valid" if "valid" in self.data.sets else "train", evaluation)
                 if self._is_better(evaluation):
                     self._keep(evaluation)
+                    self.best_valid = valid
                 elif self.settings.patience and epoch - self.best["epoch"] >= self.settings.patience:
                     log.info("No better %s for %d epochs: stopped", self.settings.monitor, self.settings.patience)
                     break
@@ -144,15 +167,6 @@ class _Training:
             "rows_per_s": rows / elapsed_s,
             "reader_wait_share": batches.waited_s / elapsed_s,
         }
-
-    def _tell_what_was_cut(self) -> None:
-        """Lists and histories over their `max_length` in one epoch, of all ranks."""
-        total: collections.Counter[str] = sum(
-            map(collections.Counter, gather(self.job.encoder.counters)), collections.Counter()
-        )
-        self.cut = {name.removeprefix("cut/"): count for name, count in sorted(total.items())}
-        for name, count in self.cut.items():
-            log.info("%s: %s rows of an epoch had lists over max_length, which were cut", name, f"{count:,}")
 
     @contextlib.contextmanager
     def _pipeline(self) -> Iterator[TrainPipeline]:
@@ -186,7 +200,7 @@ class _Training:
 
     def _evaluate(self, split: Split) -> scoring.Evaluation:
         """Metrics of a split, on all ranks; rank 0 computes them."""
-        return broadcast(scoring.evaluate(self.job.task, self.data, self.data.reader(split)))
+        return broadcast(scoring.evaluate(self.job.task, self.data, split, self.learnt.items))
 
     def _is_better(self, evaluation: dict[str, Any]) -> bool:
         """Whether this epoch replaces the kept one; where the metric is undefined, the newest epoch counts."""
@@ -209,18 +223,23 @@ class _Training:
         """Evaluate the best epoch on the test set and write metrics.json."""
         final: dict[str, Any] = {"best_epoch": self.best["epoch"], "step": self.best["step"], "epochs": last["epoch"]}
         final["rows_per_s"], final["reader_wait_share"] = last["rows_per_s"], last["reader_wait_share"]
-        final["rows_with_cut_lists"] = self.cut
+        final["changed"] = {split: dict(sorted(found.items())) for split, found in self.learnt.counters.items()}
+        final["tables"] = self.learnt.tables
+        evaluations = {"valid": self.best_valid} if self.best_valid else {}
         if "valid" in self.data.sets:
             final["valid"] = {k: v for k, v in self.best.items() if k in metrics.METRICS}
         if "test" in self.data.sets:
             if last["epoch"] != self.best["epoch"]:
                 checkpoint.load(self.folder.checkpoint_path(self.best["step"]), self.job.task, self.job.encoder)
-            tested = self._evaluate("test")
+            evaluations["test"] = tested = self._evaluate("test")
             final["test"] = tested.metrics
             final["calibration_curve"] = {"test": tested.calibration_curve}
             elapsed_s = time.perf_counter() - self.start_s
             self.reporter.evaluated("test", {**self.best, **tested.metrics, "elapsed_s": elapsed_s})
+        final["traffic"] = {split: found.traffic for split, found in evaluations.items()}
+        final["slices"] = {split: found.slices for split, found in evaluations.items() if found.slices}
         self.folder.write_json("metrics.json", final)
+        log.info("Training waited for data during %.1f %% of its time", 100 * final["reader_wait_share"])
         return final
 
 

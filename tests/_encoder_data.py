@@ -1,11 +1,14 @@
 """A recipe with every kind of feature, four good rows of it, and its encoding in plain Python."""
 
+import collections
+
 import numpy as np
 import pyarrow as pa
 
 from recsys import ids
 from recsys.data.batch import Batch
-from recsys.encoder import Encoder, Statistics
+from recsys.encoder import Encoder
+from recsys.numbers import Statistics
 from recsys.recipe import Recipe
 from tests._reference_hash import WORD, fnv1a, splitmix64
 
@@ -53,8 +56,15 @@ def table_of(values: dict[str, list], **types: pa.DataType) -> pa.Table:
 
 def fitted(used: Recipe) -> Encoder:
     encoder = Encoder(used)
-    encoder.fit(Statistics(3, np.array([3.0, 45.0]), np.array([30.0, 300.0])))
+    count, none = np.array([3, 3]), np.zeros(0, dtype=np.int64)
+    encoder.fit(Statistics(count, np.array([3.0, 45.0]), np.array([30.0, 300.0]), count, count, none, np.zeros((2, 0))))
     return encoder
+
+
+def scan(encoder: Encoder, table: pa.Table, rows: np.ndarray) -> Statistics:
+    """Check rows and measure their numbers, as the survey before a run does."""
+    encoder.check(table, rows)
+    return encoder.numbers.measure(encoder.numbers.read(table, rows, collections.Counter()), rows)
 
 
 def encode(table: pa.Table, used: Recipe | None = None, **options: bool) -> Batch:
@@ -71,7 +81,9 @@ def reference_row(value: int | str | bool | None, *, exact: bool) -> int:
         return ids.MISSING
     if exact:
         return ids.FIRST_ROW + value
-    return ids.FIRST_ROW + splitmix64(fnv1a(value.encode()) if isinstance(value, str) else int(value) % WORD) % 1000
+    return ids.FIRST_ROW + (
+        splitmix64(fnv1a(value.encode()) if isinstance(value, str) else int(value) % WORD) * 1000 >> 64
+    )
 
 
 def reference_bags(values: list, name: str, keep: str = "newest") -> list[list[int]]:

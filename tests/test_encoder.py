@@ -1,3 +1,4 @@
+import functools
 import io
 import math
 import random
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from recsys import ids
-from recsys.encoder import NULL_GROUP, Encoder, Statistics
+from recsys.encoder import NULL_GROUP, Encoder
 from recsys.errors import UserError
+from recsys.numbers import Statistics
 from tests._encoder_data import (
     MAX_LENGTH,
     ROWS,
@@ -19,6 +21,7 @@ from tests._encoder_data import (
     good_columns,
     recipe,
     reference_bags,
+    scan,
     table_of,
 )
 from tests._reference_hash import WORD, fnv1a
@@ -117,7 +120,7 @@ def test_cut_lists_are_counted_until_the_caller_clears_them():
         encoder.encode(table, np.arange(4))
     assert dict(encoder.counters) == {"cut/tags": 2, "cut/items": 2, "cut/shops": 2}
     encoder.counters.clear()
-    encoder.scan(table, np.arange(4))
+    encoder.check(table, np.arange(4))
     assert not encoder.counters
 
 
@@ -175,12 +178,17 @@ def test_an_encoder_without_statistics_refuses_to_encode_but_not_where_none_are_
 def test_statistics_merge_to_those_of_all_rows_in_any_order():
     rng = np.random.default_rng(0)
     numbers = rng.normal(1e7, [[1], [1000]], size=(2, 999))
-    parts = [Statistics.of(part) for part in np.split(numbers, [0, 1, 100, 100, 950], axis=1)]
+    rows = np.arange(999)
+    cuts = [0, 1, 100, 100, 950]
+    parts = [Statistics.of(*pair) for pair in zip(np.split(numbers, cuts, axis=1), np.split(rows, cuts), strict=True)]
     random.Random(0).shuffle(parts)
-    merged = Statistics.empty(Encoder(recipe()))
-    for part in parts:
-        merged = merged.merge(part)
-    assert merged.count == 999
+    merged = functools.reduce(Statistics.merge, parts)
+    assert merged.count.tolist() == [999, 999]
+    whole = Statistics.of(numbers, rows)
+    assert (merged.low == numbers.min(axis=1)).all()
+    assert (merged.high == numbers.max(axis=1)).all()
+    assert (merged.priority == whole.priority).all()
+    assert (merged.sample == whole.sample).all()
     np.testing.assert_allclose(merged.mean, numbers.mean(axis=1), rtol=1e-14)
     np.testing.assert_allclose(merged.squares, numbers.var(axis=1) * 999, rtol=1e-9)
 
@@ -190,7 +198,7 @@ def test_scan_and_fit_standardize_the_training_data_even_at_a_huge_scale():
     price = rng.normal(1e7, 3, size=4)
     table = table_of(good_columns() | {"price": price.tolist()}, price=pa.float64())
     encoder = Encoder(recipe())
-    encoder.fit(encoder.scan(table, np.arange(4)))
+    encoder.fit(scan(encoder, table, np.arange(4)))
     dense = encoder.encode(table, np.arange(4)).dense
     torch.testing.assert_close(dense.mean(dim=0), torch.zeros(2), atol=1e-6, rtol=0)
     torch.testing.assert_close(dense.std(dim=0, correction=0), torch.ones(2))
@@ -200,8 +208,8 @@ def test_scan_and_fit_standardize_the_training_data_even_at_a_huge_scale():
 def test_a_constant_column_is_divided_by_one(constant):
     table = table_of(good_columns() | {"price": [constant] * 3 + [constant]}, price=pa.float64())
     encoder = Encoder(recipe())
-    encoder.fit(encoder.scan(table, np.arange(4)).merge(encoder.scan(table.slice(1), np.arange(3))))
-    assert encoder.std[0] == 1
+    encoder.fit(scan(encoder, table, np.arange(4)).merge(scan(encoder, table.slice(1), np.arange(3))))
+    assert encoder.numbers.scale[0] == 1
     torch.testing.assert_close(encoder.encode(table, np.arange(4)).dense[:, 0], torch.zeros(4))
 
 
@@ -213,7 +221,7 @@ def test_statistics_travel_in_the_state_dict():
     restored.load_state_dict(torch.load(stream))
     table = table_of(good_columns())
     assert torch.equal(restored.encode(table, np.arange(4)).dense, encode(table).dense)
-    assert restored.mean.dtype == torch.float64
+    assert restored.numbers.shift.dtype == torch.float64
 
 
 def test_the_tensor_side_exports_to_the_same_numbers():
@@ -224,14 +232,10 @@ def test_the_tensor_side_exports_to_the_same_numbers():
             super().__init__()
             self.encoder = encoder
 
-        def forward(self, keys, missing, numbers):
-            return encoder.table_rows(keys, [2, 1, 1, 1, 0, 2], missing), self.encoder.normalize(numbers)
+        def forward(self, user, shop, numbers):
+            return encoder.policy("user")(user)[0], encoder.policy("shop")(shop)[0], encoder.numbers(numbers)
 
-    inputs = (
-        torch.tensor([5, -1, 2**60, 9, 10, 3, 4]),
-        torch.tensor([0, 1, 0, 0, 0, 0, 1]).bool(),
-        torch.eye(2).double(),
-    )
+    inputs = (torch.tensor([5, -1, 2**60]), torch.tensor([9, 10, -4]), torch.eye(2).double())
     for exported, eager in zip(torch.export.export(Core(), inputs).module()(*inputs), Core()(*inputs), strict=True):
         assert torch.equal(exported, eager)
 
@@ -250,4 +254,4 @@ def test_a_history_that_is_always_empty_is_read_as_empty_whatever_its_type(nothi
         batch = encode(part)
         for name in ("items", "shops", "tags"):
             assert bags(batch, name) == [[]] * 4
-        assert Encoder(recipe()).scan(part, np.arange(4)).count == 4
+        assert scan(Encoder(recipe()), part, np.arange(4)).count.tolist() == [4, 4]

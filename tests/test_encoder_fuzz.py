@@ -76,11 +76,11 @@ def test_any_small_table_equals_the_reference_or_is_refused(case):
     values, table = case
     encoder, rows = fitted(recipe()), np.arange(table.num_rows)
     if not is_legal(values):
-        for method in (encoder.scan, encoder.encode):
+        for method in (encoder.check, encoder.encode):
             with pytest.raises(UserError):
                 method(table, rows)
         return
-    encoder.scan(table, rows)
+    encoder.check(table, rows)
     batch = encoder.encode(table, rows)
     for name in ("user", "item", "shop", "tags", "items", "shops"):
         assert bags(batch, name) == reference_bags(values[name], name)

@@ -32,7 +32,7 @@ BAD = {
 def test_a_bad_value_is_an_error_that_names_feature_row_value_and_limit(case):
     change, types, expected = BAD[case]
     encoder, table = fitted(recipe()), table_of(good_columns() | change, **types)
-    for method in (encoder.encode, encoder.scan):
+    for method in (encoder.encode, encoder.check):
         with pytest.raises(UserError) as caught:
             method(table, np.arange(100, 104))
         assert all(part in str(caught.value) for part in expected), str(caught.value)

@@ -43,10 +43,10 @@ def test_string_keys_equal_a_byte_by_byte_reference(count):
     assert keys_of(strings) == [fnv1a(s.encode()) for s in strings]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 1000, 2**31 + 11, 2**62])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 1000, 2**31 + 11, 2**40 - 1, 2**40])
 def test_hashed_rows_equal_the_unsigned_reference(num_rows, generator):
     keys = [*EDGES, *torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator()).tolist()]
-    expected = [ids.FIRST_ROW + splitmix64(key % WORD) % num_rows for key in keys]
+    expected = [ids.FIRST_ROW + (splitmix64(key % WORD) * num_rows >> 64) for key in keys]
     assert ids.hashed_rows(torch.tensor(keys), num_rows).tolist() == expected
 
 
@@ -92,11 +92,20 @@ def test_the_row_mapping_exports_to_the_same_rows():
 
 def test_the_vectors_in_the_documentation_are_right():
     text = (Path(__file__).parents[1] / "docs" / "ids.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(.*?)` \| (0x[0-9a-f]{16}) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    pattern = r"^\| `(.*?)` \| (0x[0-9a-f]{16}) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$"
+    rows = re.findall(pattern, text, re.MULTILINE)
     assert len(rows) >= 12
     assert ids.HASH in text
-    for raw, key, mixed, row_1000, row_large in rows:
+    for raw, key, mixed, row_1000, row_large, second in rows:
         expected = fnv1a(json.loads(raw).encode()) if raw.startswith('"') else int(raw) % WORD
         assert int(key, 16) == expected
         assert int(mixed) == splitmix64(expected)
-        assert [int(row_1000), int(row_large)] == [3 + splitmix64(expected) % n for n in (1000, 2**31 + 11)]
+        assert [int(row_1000), int(row_large)] == [3 + (splitmix64(expected) * n >> 64) for n in (1000, 2**31 + 11)]
+        assert int(second) == splitmix64((expected + 0x9E3779B97F4A7C15) % WORD)
+    crosses = re.findall(r"^\| `(\[.*\])` \| (0x[0-9a-f]{16}) \|$", text, re.MULTILINE)
+    assert len(crosses) >= 4
+    for raw, key in crosses:
+        first, *others = [fnv1a(v.encode()) if isinstance(v, str) else v for v in json.loads(raw)]
+        for other in others:
+            first = splitmix64((splitmix64(first) + other) % WORD)
+        assert int(key, 16) == first

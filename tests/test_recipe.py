@@ -5,7 +5,8 @@ import pytest
 
 from recsys import recipe_file
 from recsys.errors import UserError
-from recsys.recipe import RESERVED_ROWS, Recipe, data_home
+from recsys.paths import data_home
+from recsys.recipe import RESERVED_ROWS, Recipe
 
 TEXT = """
 # A recipe that uses every kind of feature.
@@ -35,9 +36,9 @@ def problems(change, *overrides):
 
 def test_the_example_means_what_it_says():
     recipe = recipe_file.parse(TEXT)
-    assert list(recipe.id_columns) == ["user", "item", "shop", "C8", "C9", "C10", "tags"]
-    assert {recipe.id_columns[name] for name in ("C8", "C9", "C10")} == {"shared"}
-    assert recipe.dense_columns == ("I1", "I2", "I3")
+    assert [i.name for i in recipe.id_inputs if not i.leader] == ["user", "item", "shop", "C8", "C9", "C10", "tags"]
+    assert {i.table for i in recipe.id_inputs if i.name in ("C8", "C9", "C10")} == {"shared"}
+    assert recipe.dense_inputs == ("I1", "I2", "I3")
     tables = {table.name: (table.rows, table.dim) for table in recipe.inputs.tables}
     small, large = (100 + RESERVED_ROWS, 6), (1000 + RESERVED_ROWS, 6)
     assert tables == {"user": small, "item": large, "shop": small, "shared": small, "tags": small}
@@ -79,10 +80,10 @@ def test_a_home_that_is_not_known_is_an_error_that_names_the_variable(monkeypatc
 
 def test_ranges_keep_leading_zeros_and_work_from_python():
     recipe = recipe_file.parse(TEXT.replace("I1..I3", "I08..I10"))
-    assert recipe.dense_columns == ("I08", "I09", "I10")
+    assert recipe.dense_inputs == ("I08", "I09", "I10")
     raw = recipe.model_dump()
     raw["features"][-1]["columns"] = ("I1..I2", "x")
-    assert Recipe.model_validate(raw).dense_columns == ("I1", "I2", "x")
+    assert Recipe.model_validate(raw).dense_inputs == ("I1", "I2", "x")
 
 
 def test_overrides_replace_add_and_reach_into_lists_in_order():

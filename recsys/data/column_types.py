@@ -1,90 +1,102 @@
-"""What a recipe expects of the Arrow types of id columns, and in what words data is refused that does not fit."""
+"""Which Arrow types columns may have, and in what words data is refused that does not fit."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
+import pyarrow.types as pt
 
 from recsys.data import columns
-from recsys.recipe import HistoryFeature, IdFeature, NumberFeature, Recipe
+from recsys.features import CrossFeature, IdInput, NumberFeature, TextFeature, TimestampFeature
+from recsys.recipe import Recipe
 
 
-@dataclasses.dataclass(frozen=True)
-class IdColumn:
-    """One column of ids, or of lists of ids, and the table that they are looked up in."""
-
-    name: str
-    table: str
-    exact: bool
-    num_rows: int
-    max_length: int | None = None
-    """None: one id per row, not a list."""
-    newest: bool = True
-    leader: str | None = None
-    """First column of the history that this one runs in step with."""
-
-
-def id_columns(recipe: Recipe) -> Iterator[IdColumn]:
-    """The id columns of a recipe, in declaration order."""
-    inputs = recipe.inputs
-    for feature in recipe.features:
-        if isinstance(feature, NumberFeature):
-            continue
-        names = tuple(feature.of) if isinstance(feature, HistoryFeature) else feature.columns
-        for name in names:
-            table = inputs.table_of(name).name
-            settings = recipe.table_settings(table)
-            column = IdColumn(name, table, settings.ids == "exact", settings.rows)
-            if not isinstance(feature, IdFeature):
-                leader = names[0] if isinstance(feature, HistoryFeature) else None
-                column = dataclasses.replace(
-                    column, max_length=feature.max_length, newest=feature.keep == "newest", leader=leader
-                )
-            yield column
+def type_problems(recipe: Recipe, name: str, kind: pa.DataType) -> Iterator[str]:
+    """What is wrong with a column of that name and type, to stand behind its name; nulls alone fit any id."""
+    for i in recipe.id_inputs:
+        if name in i.columns:
+            yield from _id_problems(recipe, i, kind)
+        elif name == i.weights and not (columns.is_list(kind) and columns.is_number(kind.value_type)):
+            yield f"has the type {kind}, but the weights of {i.name!r} are lists of numbers. Do: store them as lists"
+    if name in recipe.number_columns and not columns.is_number(kind):
+        yield f"has the type {kind}, but the recipe reads it as a number. Do: store it as an integer or float"
+    if name == recipe.data.label and not columns.is_number(kind):
+        yield f"has the type {kind}, but the label must be a number or boolean. Do: store it as 0 and 1"
+    if name in (recipe.data.group, recipe.item) and not columns.is_id(kind):
+        what = "groups are ids" if name == recipe.data.group else "the item is an id"
+        yield f"has the type {kind}, but {what}. Do: store it as an integer or text"
 
 
-def id_type_problems(column: IdColumn, kind: pa.DataType) -> Iterator[str]:
-    """What is wrong with reading a column as ids, to stand behind its name; a column of nulls only fits anything."""
-    if pa.types.is_null(kind):
+def _id_problems(recipe: Recipe, i: IdInput, kind: pa.DataType) -> Iterator[str]:
+    if pt.is_null(kind) or isinstance(i.feature, NumberFeature):
         return
-    if column.max_length is None and columns.is_list(kind):
-        yield "holds lists, but the recipe reads one id per row. Do: declare it with kind `id_list` or `history`"
+    if isinstance(i.feature, TimestampFeature):
+        if not (pt.is_timestamp(kind) or pt.is_date(kind) or pt.is_integer(kind)):
+            yield f"has the type {kind}, but the recipe reads a time. Do: store it as a timestamp or an integer"
         return
-    if column.max_length is not None and not columns.is_list(kind):
+    if isinstance(i.feature, TextFeature):
+        if not columns.is_text(kind):
+            yield f"has the type {kind}, but the recipe reads it as text. Do: store it as text"
+        return
+    if i.max_length is None and columns.is_list(kind):
+        do = "cross columns of one id each" if isinstance(i.feature, CrossFeature) else "declare it with kind `id_list`"
+        yield f"holds lists, but the recipe reads one id per row. Do: {do} or `history`"
+        return
+    if i.max_length is not None and not columns.is_list(kind):
         yield f"holds one value per row ({kind}), but the recipe reads a list of ids. Do: declare it with kind `id`"
         return
     value = kind.value_type if columns.is_list(kind) else kind
-    if pa.types.is_floating(value):
+    settings = recipe.table_settings(i.table)
+    if pt.is_floating(value):
         yield (
             f"holds ids as floating-point numbers ({value}), in which large ids lose digits. "
             "Do: store them as integers (nullable ones where some are missing) or text"
         )
     elif not columns.is_id(value):
         yield f"has the type {value}, but ids are integers or text. Do: store it as one of them"
-    elif column.exact and columns.is_text(value):
+    elif settings.ids == "exact" and columns.is_text(value):
         yield (
-            f"holds text, but table {column.table!r} takes exact ids 0..{column.num_rows - 1}. "
-            f"Do: set tables.{column.table}.ids to hashed, or number the ids"
+            f"holds text, but table {i.table!r} takes exact ids 0..{settings.rows - 1}. "
+            f"Do: set tables.{i.table}.ids to hashed or hot_cold, or number the ids"
         )
 
 
-def mixed_tables(id_columns: Sequence[IdColumn], schemas: Mapping[str, pa.Schema]) -> Iterator[str]:
-    """A sentence for each hashed table whose ids are text in one place and integers in another.
+def id_kinds(inputs: Sequence[IdInput], schema: pa.Schema) -> dict[str, dict[str, list[str]]]:
+    """Table -> what its ids are stored as, `text` or `integers` -> the columns that do so; raw ids only."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for i in inputs:
+        for index in schema.get_all_field_indices(i.name) if i.raw else ():
+            if (kind := columns.id_kind(schema.field(index).type)) is not None:
+                kinds.setdefault(i.table, {}).setdefault(kind, []).append(i.name)
+    return kinds
 
-    Text is hashed and integers are their own key, so that the same id would be two rows. Exact tables take no text.
+
+def mixed_tables(
+    inputs: Sequence[IdInput], schemas: Mapping[str, pa.Schema], trained: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A sentence for each table whose ids are text in one place and integers in another.
+
+    Text is hashed and integers are their own key, so that the same id would be two rows.
+
+    Args:
+        inputs: Those of the tables in question; exact tables take no text.
+        schemas: Schemas of data sets by the name that each has in a sentence.
+        trained: What the ids of a table were when its model was trained, where that is known.
     """
-    for table in dict.fromkeys(column.table for column in id_columns if not column.exact):
-        where: dict[str, list[str]] = {}
-        for column in id_columns:
-            places: dict[str, list[str]] = {}
-            for place, schema in schemas.items() if column.table == table else ():
-                for index in schema.get_all_field_indices(column.name):
-                    if (kind := columns.id_kind(schema.field(index).type)) is not None:
-                        places.setdefault(kind, []).append(place)
-            for kind, names in places.items():
-                where.setdefault(kind, []).append(f"{column.name!r} in {', '.join(dict.fromkeys(names))}")
+    places: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for place, schema in schemas.items():
+        for table, kinds in id_kinds(inputs, schema).items():
+            for kind, names in kinds.items():
+                for name in names:
+                    places.setdefault(table, {}).setdefault(kind, {}).setdefault(name, []).append(place)
+    for table, found in places.items():
+        where = {
+            kind: [f"{name!r} in {', '.join(dict.fromkeys(at))}" for name, at in names.items()]
+            for kind, names in found.items()
+        }
+        if trained and table in trained:
+            where.setdefault(trained[table], []).append("the training data")
         if len(where) > 1:
-            received = "; ".join(f"{kind}: {', '.join(found)}" for kind, found in sorted(where.items()))
+            received = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in sorted(where.items()))
             yield (
                 f"table {table!r}: an id stored as text and the same id stored as an integer never match. "
                 f"Received: {received}. Do: store the ids of a table in one way everywhere"

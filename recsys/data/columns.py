@@ -13,20 +13,24 @@ from recsys.ids import string_keys
 
 def is_text(kind: pa.DataType) -> bool:
     """Text, dictionary-encoded or not."""
-    kind = kind.value_type if pt.is_dictionary(kind) else kind
+    kind = value_type(kind)
     return pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind)
 
 
 def is_id(kind: pa.DataType) -> bool:
     """Types that `id_keys` reads. A column of nulls only has the type null."""
-    value = kind.value_type if pt.is_dictionary(kind) else kind
+    value = value_type(kind)
     return is_text(value) or pt.is_integer(value) or pt.is_boolean(value) or pt.is_null(value)
+
+
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of single values, behind dictionaries."""
+    return kind.value_type if pt.is_dictionary(kind) else kind
 
 
 def id_kind(kind: pa.DataType) -> str | None:
     """What ids, or lists of them, are stored as: `text` or `integers`; None for nulls only and for what is no id."""
-    value = kind.value_type if is_list(kind) else kind
-    value = value.value_type if pt.is_dictionary(value) else value
+    value = value_type(kind.value_type if is_list(kind) else kind)
     if is_text(value):
         return "text"
     return "integers" if pt.is_integer(value) or pt.is_boolean(value) else None
@@ -103,17 +107,34 @@ def list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     return lengths.to_numpy(zero_copy_only=False).astype(np.int64), array.flatten()
 
 
-def cut_lists(
-    lengths: np.ndarray, values: pa.Array, max_length: int, *, newest: bool
-) -> tuple[np.ndarray, pa.Array, int]:
-    """Lists with at most `max_length` values, taken from the end (`newest`) or the start, and how many were cut."""
+def cut_lists(lengths: np.ndarray, max_length: int, *, newest: bool) -> tuple[np.ndarray | None, int]:
+    """Which values stay when lists keep at most `max_length`, from the end (`newest`) or the start.
+
+    Returns:
+        Places of the values that stay, None where that is all of them, and how many lists are cut.
+    """
     if not len(lengths) or lengths.max() <= max_length:
-        return lengths, values, 0
+        return None, 0
     kept = np.minimum(lengths, max_length)
     ends = np.cumsum(lengths)
     starts = ends - (kept if newest else lengths)
-    positions = np.arange(kept.sum()) + np.repeat(starts - (np.cumsum(kept) - kept), kept)
-    return kept, values.take(pa.array(positions)), int((lengths > max_length).sum())
+    return places(starts, kept), int((lengths > max_length).sum())
+
+
+def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(sum of lengths,) int64: start, start + 1, ... of each list, one list after another."""
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    if not len(lengths):
+        return np.zeros(0, dtype=np.int64)
+    steps = np.ones(lengths.sum(), dtype=np.int64)
+    steps[0] = starts[0]
+    steps[np.cumsum(lengths[:-1])] = starts[1:] - (starts[:-1] + lengths[:-1] - 1)  # From one list's end to the next.
+    return np.cumsum(steps, out=steps)
+
+
+def row_of(place: int, lengths: np.ndarray) -> int:
+    """The row whose list holds a value, by the value's place among those of all lists."""
+    return int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 
 def shown(table: pa.Table | pa.RecordBatch, name: str, row: int) -> str:

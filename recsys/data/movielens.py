@@ -27,7 +27,7 @@ import pyarrow as pa
 import pydantic
 
 from recsys.errors import UserError
-from recsys.recipe import data_home
+from recsys.paths import data_home
 
 ZIP_URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 WHEEL = "recbole==1.2.1"

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -195,16 +195,13 @@ class Decoder:
         self._rest: pa.Table = schema.empty_table()
         self._row = 0  # Row of the group at which `_rest` begins.
 
-    def read(self, pieces: Sequence[Piece]) -> pa.Table:
-        """The rows of the pieces, in their order."""
-        return pa.concat_tables([part for piece in pieces for part in self._read(piece)])
-
     def close(self) -> None:
         """Close the file that is open."""
         if self._file is not None:
             self._file.close()
 
-    def _read(self, piece: Piece) -> Iterator[pa.Table]:
+    def read(self, piece: Piece) -> Iterator[pa.Table]:
+        """The rows of a piece, in tables of at most 65536 rows."""
         if self._group != piece.group:
             self._seek(piece.group)
         assert self._row <= piece.skip, "pieces of one row group come in their order"
@@ -227,7 +224,7 @@ class Decoder:
             assert self._file is not None, "a file was opened above"
             empty = {field.name for field in self._file.schema_arrow if _is_always_empty(field.type)}
             names = [name for name in self._schema.names if name not in empty]
-            self._batches = self._file.iter_batches(_READ_ROWS, [group.number], names)
+            self._batches = self._file.iter_batches(_READ_ROWS, [group.number], names, use_threads=False)
         self._group, self._row, self._rest = group, 0, self._schema.empty_table()
 
     def _next(self) -> pa.Table:

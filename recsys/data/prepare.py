@@ -22,7 +22,7 @@ import pydantic
 from recsys.data.movielens import MovieLens100K
 from recsys.data.synthetic import Synthetic
 from recsys.errors import UserError, nearest
-from recsys.recipe import expand_path
+from recsys.paths import expand_path
 
 SUMMARY = "summary.json"
 PART_ROWS = 4_000_000

@@ -11,12 +11,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from recsys.data.encoded import ArrowRows
 from recsys.data.parquet import Decoder, ParquetData, Piece
 from recsys.errors import UserError, nearest
 
@@ -24,12 +25,25 @@ __all__ = ["ParquetData", "Prefetcher", "Reader"]
 
 _WINDOW_ROWS = 65_536
 """Rows of a window where nothing is shuffled."""
-_BLOCK_ROWS = 32_768
-"""Rows taken out of a window at once."""
 _POLL_S = 0.1
 """How long a background thread takes to notice that nobody wants its items any more."""
 
 T = TypeVar("T")
+R = TypeVar("R", bound="_Rows")
+
+
+class _Rows(Protocol):
+    """Rows that can be shuffled: `ArrowRows`, `EncodedRows`."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def take(self, indices: np.ndarray) -> Any: ...
+
+    def slice(self, start: int, stop: int) -> Any: ...
+
+    @classmethod
+    def concat(cls, parts: Sequence[Any]) -> Any: ...
 
 
 class _Window(NamedTuple):
@@ -107,7 +121,7 @@ class Reader:
         for window in self._windows(epoch):
             yield window.positions()
 
-    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[tuple[pa.Table, np.ndarray]]:
+    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[ArrowRows]:
         """The steps of an epoch from `start_step` on: rows, and the position of each in the data set.
 
         Windows that lie wholly before `start_step` are not read. A step in which this rank has no rows yields a
@@ -116,38 +130,25 @@ class Reader:
         Raises:
             UserError: A file cannot be read to its end.
         """
-        done = self._before(self.num_rows, start_step)
-        table, positions = self.schema.empty_table(), np.zeros(0, dtype=np.int64)
-        with contextlib.closing(self._blocks(epoch, done)) as blocks:
-            for step in range(start_step, self.num_steps):
-                missing = self._before(self.num_rows, step + 1) - self._before(self.num_rows, step)
-                tables, rows = [], [positions[:0]]
-                while missing:
-                    if not table.num_rows:
-                        table, positions = next(blocks)
-                    tables.append(table.slice(0, missing))
-                    rows.append(positions[:missing])
-                    missing -= tables[-1].num_rows
-                    table, positions = table.slice(len(rows[-1])), positions[len(rows[-1]) :]
-                together = tables[0] if len(tables) == 1 else pa.concat_tables([self.schema.empty_table(), *tables])
-                yield together, np.concatenate(rows)
+        return self.iterate_encoded(epoch, lambda table, positions: ArrowRows(table, positions), start_step)
 
-    def _blocks(self, epoch: int, done: int) -> Generator[tuple[pa.Table, np.ndarray], None, None]:
-        """The stream after its first `done` rows, in parts: taking many rows at once costs half as much per row."""
+    def iterate_encoded(
+        self, epoch: int, encode: Callable[[pa.Table, np.ndarray], R], start_step: int = 0
+    ) -> Generator[R, None, None]:
+        """As `iterate`, with rows encoded before they are shuffled, as they come from the files.
+
+        Args:
+            epoch: Decides the order.
+            encode: Table and positions of at most 65536 rows -> the same rows, encoded.
+            start_step: First step.
+        """
+        done = self._before(self.num_rows, start_step)
+        windows = [window for window in self._windows(epoch) if window.end > done]
         with contextlib.closing(Decoder(self.data, self.schema)) as decoder:
-            for window in self._windows(epoch):
-                if window.end <= done:
-                    continue
-                table, positions = decoder.read(window.pieces), window.positions()
-                if window.permutation is not None:
-                    table = table.combine_chunks()
-                for first in range(max(done - window.start, 0), len(positions), _BLOCK_ROWS):
-                    block = slice(first, first + _BLOCK_ROWS)
-                    if window.permutation is None:
-                        yield table.slice(first, _BLOCK_ROWS), positions[block]
-                    else:
-                        yield table.take(pa.array(window.permutation[block])), positions[block]
-                del table  # One window at a time: it goes before the next one comes.
+            blocks = ((window, encode(*block)) for window in windows for block in _decoded(decoder, window))
+            stream = _Stream(blocks, encode(self.schema.empty_table(), np.zeros(0, dtype=np.int64)), done)
+            for step in range(start_step, self.num_steps):
+                yield stream.take(self._before(self.num_rows, step + 1) - self._before(self.num_rows, step))
 
     def _before(self, num_rows: int, step: int) -> int:
         """Rows that a rank with so many rows has used up before a step."""
@@ -183,7 +184,77 @@ class Reader:
     def _permutation(self, length: int, epoch: int, number: int) -> np.ndarray:
         """Raw bits of PCG64, sorted: numpy promises that these never change, unlike those of its shuffles."""
         key = np.random.SeedSequence([self.seed, epoch, self._first, self._last, number])
-        return np.argsort(np.random.PCG64(key).random_raw(length))
+        # The low bits make room for the places: sorting the bits with them is much quicker than finding their order.
+        mask = np.uint64((1 << length.bit_length()) - 1)
+        drawn = (np.random.PCG64(key).random_raw(length) & ~mask) | np.arange(length, dtype=np.uint64)
+        drawn.sort()
+        return (drawn & mask).astype(np.int64)
+
+
+def _decoded(decoder: Decoder, window: _Window) -> Iterator[tuple[pa.Table, np.ndarray]]:
+    """The rows of a window and their positions, in the order of the files."""
+    for piece in window.pieces:
+        position = piece.position
+        for table in decoder.read(piece):
+            yield table, np.arange(position, position + table.num_rows)
+            position += table.num_rows
+
+
+class _Stream(Generic[R]):
+    """Rows in the order of their windows' permutations, out of blocks in the order of the files.
+
+    While one window is used up, the next is filled at the same pace: no step waits for a whole window, and two
+    windows are the most that is held.
+
+    Args:
+        blocks: All blocks of all windows, each with its window.
+        nothing: No rows.
+        done: Rows of the stream that are left out at its beginning.
+    """
+
+    def __init__(self, blocks: Iterator[tuple[_Window, R]], nothing: R, done: int) -> None:
+        self._blocks, self._nothing, self._done = blocks, nothing, done
+        self._current: R = nothing
+        self._order: np.ndarray | None = None  # In which order the current rows go; None: as they lie.
+        self._num_gone = 0
+        self._window: _Window | None = None  # The window that is filled ...
+        self._filled: list[R] = []  # ... with these blocks ...
+        self._num_filled = 0  # ... of so many rows.
+
+    def take(self, num_rows: int) -> R:
+        """The next rows of the stream."""
+        parts = []
+        while num_rows:
+            if self._num_gone == self._current.num_rows:
+                self._turn()
+            stop = min(self._num_gone + num_rows, self._current.num_rows)
+            if self._order is None:
+                parts.append(self._current.slice(self._num_gone, stop))
+            else:
+                parts.append(self._current.take(self._order[self._num_gone : stop]))
+            num_rows -= stop - self._num_gone
+            self._num_gone = stop
+            self._fill(self._num_gone / self._current.num_rows)
+        return type(self._nothing).concat(parts) if parts else self._nothing
+
+    def _turn(self) -> None:
+        """Go on to the next window."""
+        self._current = self._nothing  # It goes before the next one is put together.
+        self._fill(1.0)
+        assert self._window is not None, "there are as many rows as the files' footers tell"
+        self._current, self._order = type(self._nothing).concat(self._filled), self._window.permutation
+        self._num_gone = max(self._done - self._window.start, 0)
+        self._window, self._filled, self._num_filled = None, [], 0
+
+    def _fill(self, share: float) -> None:
+        """Read ahead until this share of the next window is there."""
+        while self._window is None or self._num_filled < share * (self._window.end - self._window.start):
+            found = next(self._blocks, None)
+            if found is None:
+                return
+            self._window = found[0]
+            self._filled.append(found[1])
+            self._num_filled += found[1].num_rows
 
 
 _END = object()

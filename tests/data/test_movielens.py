@@ -14,7 +14,7 @@ from recsys.data import movielens
 from recsys.data.movielens import GENRES, MovieLens100K, NoOptions, Raw
 from recsys.data.prepare import prepare
 from recsys.errors import UserError
-from recsys.recipe import data_home
+from recsys.paths import data_home
 
 
 @pytest.fixture

@@ -1,0 +1,266 @@
+"""What a run learns of its data before the first step: that all of it is good, scales, vocabularies, use of tables.
+
+One pass over all data sets, each rank reading its share; afterwards every rank knows the same.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import logging
+import pathlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys import ids
+from recsys.counting import IdCounts, collect
+from recsys.data import columns
+from recsys.data.id_values import IdValues
+from recsys.distributed import agreed, broadcast, gather, process_group
+from recsys.encoder import Encoder
+from recsys.errors import UserError
+from recsys.features import IdInput
+from recsys.frequencies import Frequencies
+from recsys.job import Data
+from recsys.numbers import Statistics
+from recsys.paths import data_home, expand_path
+from recsys.recipe import RESERVED_ROWS, Recipe, Split
+from recsys.usage import TableUsage
+from recsys.vocabulary import Origin, Vocabulary
+
+log = logging.getLogger("recsys")
+
+_SCAN_BATCH_ROWS = 65_536  # large reads: the scan is bound by decoding
+_NO_KEYS = np.zeros(1, dtype=np.int64)
+
+
+@dataclasses.dataclass
+class Survey:
+    """What there is to know.
+
+    Attributes:
+        tables: Table -> its use in the training data, as in metrics.json.
+        vocabularies: Vocabulary of each `hot_cold` table, on rank 0 only.
+        items: How often each id of the item column occurs in the training data; None: there is no such column.
+        counters: What was cut and replaced in each split, as `Encoder.counters`, of all ranks.
+    """
+
+    tables: dict[str, dict[str, Any]]
+    vocabularies: dict[str, Vocabulary]
+    items: Frequencies | None
+    counters: dict[Split, collections.Counter[str]]
+
+
+def check(data: Data) -> dict[Split, collections.Counter[str]]:
+    """Read everything once: bad values end the run here. Returns what was cut and replaced in each split."""
+    return {split: _scan(data, split, None) for split in data.sets}
+
+
+def survey(data: Data) -> Survey:
+    """Read everything once, and let the encoder learn from the training set.
+
+    Raises:
+        UserError: A bad value, or a vocabulary that does not fit; on all ranks.
+    """
+    encoder, recipe = data.encoder, data.recipe
+    origins = {t: origin(recipe, encoder, data, t) for t in encoder.tables if encoder.settings[t].ids == "hot_cold"}
+    with agreed("vocabulary"):
+        found = {t: v for t, o in origins.items() if data.ranks.rank == 0 and (v := _existing(recipe, o)) is not None}
+    known = broadcast(set(found))
+    pass_ = _Pass(encoder, set(origins) - known, recipe.item)
+    counters = {split: _scan(data, split, pass_ if split == "train" else None) for split in data.sets}
+    encoder.fit(functools.reduce(Statistics.merge, (s for s in gather(pass_.statistics) if s is not None)))
+    encoder.know_kinds(data.sets["train"].schema)
+    for table, its_origin in origins.items():
+        counts = collect(pass_.counts[table]) if table in pass_.counts else None
+        index = None
+        with agreed(f"vocabulary of table {table!r}"):
+            if data.ranks.rank == 0:
+                found.setdefault(table, _choose(recipe, counts, its_origin))
+                index = _index(found[table], encoder.settings[table].hot)
+                _tell(found[table], built=table not in known)
+        encoder.set_vocabulary(table, *broadcast(index))
+    items = None if pass_.items is None else collect(pass_.items)
+    usage = _usage(data, pass_, found)
+    frequencies = broadcast(None if items is None else Frequencies.from_counts(items))
+    for counted in (*pass_.counts.values(), *([pass_.items] if pass_.items else [])):
+        counted.close()
+    return Survey(usage, found, frequencies, counters)
+
+
+def vocabularies(
+    recipe: Recipe, *, output: str | None = None, grow: str | None = None, json_path: str | None = None
+) -> list[dict[str, Any]]:
+    """Count the ids of the training data and write a vocabulary for every table whose ids have no fixed range.
+
+    Args:
+        recipe: Names data, tables and features. Tables with another policy than `hot_cold` are counted all the same,
+            to tell what it would give them.
+        output: Folder to write; None: where training looks for it.
+        grow: Folder of vocabularies, or run, whose hot ids keep their rows.
+        json_path: Where the figures are also written.
+
+    Returns:
+        Per table the figures of `Vocabulary.as_dict`, and the `path` of its file.
+    """
+    if output is not None:
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"vocabulary": output})})
+    with process_group("cpu", threads=recipe.train.threads_per_rank) as ranks:
+        encoder = Encoder(recipe)
+        data = Data.open(recipe, encoder, ranks, {"train": recipe.paths["train"]})
+        tables = [t for t in encoder.tables if all(i.num_rows is None for i in encoder.inputs if i.table == t)]
+        pass_ = _Pass(encoder, tables, None)
+        _scan(data, "train", pass_)
+        facts = []
+        for table in tables:
+            settings, its_origin = encoder.settings[table], origin(recipe, encoder, data, table)
+            old = None if grow is None else Vocabulary.load(_grown_from(pathlib.Path(expand_path(grow)), its_origin))
+            make = Vocabulary.choose if old is None else old.grow
+            path = vocabulary_path(recipe, its_origin)
+            made = make(pass_.counts[table], path, its_origin, hot=settings.hot, min_count=settings.min_count)
+            facts.append({**made.as_dict(cold=settings.cold, dim=settings.dim), "path": str(path)})
+    if json_path is not None:
+        pathlib.Path(json_path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return facts
+
+
+def _grown_from(folder: pathlib.Path, its_origin: Origin) -> pathlib.Path:
+    inside = folder / "vocabulary"  # of a run folder
+    return its_origin.path(pathlib.Path(), inside if inside.is_dir() else folder)
+
+
+def origin(recipe: Recipe, encoder: Encoder, data: Data, table: str) -> Origin:
+    """What the ids of a table are counted in."""
+    read = {
+        i.name: [list(i.columns), i.max_length, i.newest, i.feature.model_dump(mode="json") if not i.raw else None]
+        for i in encoder.inputs
+        if i.table == table
+    }
+    return Origin(table, data.sets["train"].fingerprint(), dict(sorted(read.items())))
+
+
+def vocabulary_path(recipe: Recipe, its_origin: Origin) -> pathlib.Path:
+    """Where the vocabulary of a table stands, or will."""
+    if recipe.data.vocabulary is not None:
+        return its_origin.path(pathlib.Path(), pathlib.Path(expand_path(recipe.data.vocabulary)))
+    return its_origin.path(data_home() / "vocabularies")
+
+
+def _existing(recipe: Recipe, its_origin: Origin) -> Vocabulary | None:
+    """The vocabulary that fits the data; in the data cache, one with other numbers of hot ids is chosen anew."""
+    path = vocabulary_path(recipe, its_origin)
+    if not path.exists():
+        return None
+    vocabulary, settings = Vocabulary.load(path, its_origin), recipe.table_settings(its_origin.table)
+    wanted = (settings.hot, settings.min_count)
+    if recipe.data.vocabulary is not None or wanted == (vocabulary.about.hot, vocabulary.about.min_count):
+        return vocabulary
+    return vocabulary.rechoose(hot=settings.hot, min_count=settings.min_count)
+
+
+def _choose(recipe: Recipe, counts: IdCounts | None, its_origin: Origin) -> Vocabulary:
+    assert counts is not None, "ids are counted where there is no vocabulary"
+    settings = recipe.table_settings(its_origin.table)
+    path = vocabulary_path(recipe, its_origin)
+    return Vocabulary.choose(counts, path, its_origin, hot=settings.hot, min_count=settings.min_count)
+
+
+def _index(vocabulary: Vocabulary, hot: int) -> tuple[np.ndarray, np.ndarray]:
+    """(hot,) keys and rows; fewer hot ids than the table has rows for leave some unused."""
+    keys, rows = vocabulary.index()
+    if len(keys) > hot:
+        raise UserError(
+            f"The vocabulary {str(vocabulary.path)!r} has more hot ids than its table has rows for them",
+            received=len(keys),
+            allowed=hot,
+            fix=f"raise tables.{vocabulary.about.origin.table}.hot, or make another vocabulary",
+        )
+    free = hot - len(keys)
+    return np.pad(keys, (0, free), constant_values=np.iinfo(np.int64).max), np.pad(rows, (0, free), constant_values=-1)
+
+
+def _tell(vocabulary: Vocabulary, *, built: bool) -> None:
+    share = vocabulary.hot_occurrences / vocabulary.occurrences if vocabulary.occurrences else 0.0
+    log.info(
+        "Table %s: %s hot ids (%.1f %% of its ids in training), %s cold ones; vocabulary %s %s",
+        vocabulary.about.origin.table,
+        f"{vocabulary.num_hot:,}",
+        100 * share,
+        f"{vocabulary.num_cold:,}",
+        "written to" if built else "reused from",
+        vocabulary.path,
+    )
+
+
+def _scan(data: Data, split: Split, pass_: "_Pass | None") -> collections.Counter[str]:
+    counters: collections.Counter[str] = collections.Counter()
+    with agreed(f"data.{split}"):
+        for table, rows in data.reader(split, batch_size=_SCAN_BATCH_ROWS).iterate(0):
+            values = data.encoder.values(table, rows, counters, labelled=data.labelled)
+            if pass_ is None:
+                collections.deque(values, maxlen=0)
+            else:
+                pass_.add(table, rows, values)
+    return sum(gather(counters), collections.Counter())
+
+
+class _Pass:
+    """What this rank's rows of the training data add up to."""
+
+    def __init__(self, encoder: Encoder, counted: Collection[str], item: str | None) -> None:
+        self._encoder, self._item = encoder, item
+        self.statistics: Statistics | None = None
+        self.counts = {table: IdCounts() for table in counted}
+        self.items = None if item is None else IdCounts()
+        self.usage = {t: new_usage(encoder, t) for t in encoder.tables if encoder.settings[t].ids != "hot_cold"}
+
+    def add(self, table: pa.Table, rows: np.ndarray, values: Iterator[tuple[IdInput, IdValues]]) -> None:
+        for i, found in values:
+            if i.table in self.counts:
+                present = None if found.missing is None else ~found.missing
+                self.counts[i.table].add(found.keys, found.raw, present)
+            elif i.table in self.usage:
+                self.usage[i.table].add(self._encoder.table_rows(i, found)[0].numpy().astype(np.int64), found.keys)
+        numbers = self._encoder.numbers.read(table, rows, collections.Counter())
+        statistics = self._encoder.numbers.measure(numbers, rows)
+        self.statistics = statistics if self.statistics is None else self.statistics.merge(statistics)
+        if self.items is not None:
+            keys, missing = columns.id_keys(columns.single_array(table, str(self._item)))
+            self.items.add(keys, None, None if missing is None else ~missing)
+
+
+def new_usage(encoder: Encoder, table: str) -> TableUsage:
+    """A tracker of the rows of a table."""
+    settings = encoder.settings[table]
+    return TableUsage(settings.id_rows + RESERVED_ROWS, hot=settings.own_rows, cold_hashes=settings.num_hashes)
+
+
+def _usage(data: Data, pass_: _Pass, vocabularies: dict[str, Vocabulary]) -> dict[str, dict[str, Any]]:
+    """Use of all tables in the training data, of all ranks; on rank 0 only where a vocabulary tells it."""
+    encoder, found = data.encoder, {}
+    for table in encoder.tables:
+        if table in pass_.usage:
+            usage = pass_.usage[table]
+            usage.merge_ranks()
+        else:
+            usage = new_usage(encoder, table)
+            if data.ranks.rank == 0:
+                _add_vocabulary(usage, encoder, vocabularies[table])
+        found[table] = {"policy": encoder.settings[table].ids, **usage.as_dict()}
+    return found
+
+
+def _add_vocabulary(usage: TableUsage, encoder: Encoder, vocabulary: Vocabulary) -> None:
+    policy = encoder.policy(vocabulary.about.origin.table)
+    for run in vocabulary.parts():
+        rows, second = policy(torch.from_numpy(run.keys))
+        usage.add(rows.numpy(), run.keys, run.counts)
+        if second is not None:
+            has = second.numpy() >= 0
+            usage.add(second.numpy()[has], run.keys[has], run.counts[has])
+    if vocabulary.missing:
+        usage.add(np.array([ids.MISSING]), _NO_KEYS, np.array([vocabulary.missing]))
