@@ -14,7 +14,10 @@ def check(path: str, overrides: list[str]) -> list[str]:
     from recsys.data.parquet import ParquetData
     from recsys.encoder import Encoder
 
-    encoder = Encoder(recipe)
+    try:
+        encoder = Encoder(recipe)
+    except UserError as error:  # Text features need an extra that is not installed.
+        return [f"features: {error}"]
     problems, schemas = [], {}
     for split, data_path in paths.items():
         try:

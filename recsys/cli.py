@@ -28,7 +28,9 @@ RunPath = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or one 
 
 @app.command()
 def prepare(
-    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="movielens-100k or synthetic.")],
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", help="movielens-100k, movietweetings-100k or synthetic.")
+    ],
     options: Annotated[
         list[str] | None, typer.Argument(metavar="[option=value ...]", help="Options of the data set.")
     ] = None,

@@ -6,7 +6,6 @@ back range by range. The order is the same whether anything went to disk or not,
 """
 
 import contextlib
-import functools
 import itertools
 import pathlib
 import tempfile
@@ -343,8 +342,6 @@ def collect(counts: IdCounts, *, message_bytes: int = _MESSAGE_BYTES) -> IdCount
     if len(about) == 1:
         return counts
     is_first = dist.get_rank() == 0
-    with agreed("counting ids"):
-        functools.reduce(merged_kind, (kind for kind, _ in about))
     if is_first:
         counts.missing = sum(missing for _, missing in about)
     messages = iter(()) if is_first else _messages(counts, message_bytes // len(about))

@@ -48,6 +48,8 @@ class Encoder(nn.Module):
         counters: What was changed since the caller last cleared it: `cut/<input>` rows whose list was longer than its
             limit, `unknown/<input>` and `clamped/<input>` ids outside their table, `filled/<column>` missing numbers,
             `skipped/<label>` rows without a usable label.
+        tables: All tables.
+        id_tables: Those whose ids have no range of their own, unlike parts of timestamps and buckets.
         numbers: Scales the numbers.
         policies: `table_NAME` -> raw keys to rows of that table.
         kinds: (T,) what the ids of each table were stored as in the training data; 0 is not known.
@@ -68,6 +70,7 @@ class Encoder(nn.Module):
         by_name = {i.name: i for i in recipe.id_inputs}
         self.inputs = tuple(by_name[name] for name in (*layout.pooled, *layout.sequence))
         self.tables = tuple(dict.fromkeys(i.table for i in recipe.id_inputs))
+        self.id_tables = tuple(dict.fromkeys(i.table for i in recipe.id_inputs if i.num_rows is None))
         self.numbers = Numbers(recipe)
         self._reader = IdReader(self.inputs)
         self._label, self._group = recipe.data.label, recipe.data.group
@@ -81,7 +84,11 @@ class Encoder(nn.Module):
         fits = all(s.id_rows + RESERVED_ROWS <= torch.iinfo(torch.int32).max for s in self.settings.values())
         self._dtype = torch.int32 if fits else torch.int64
         self.policies = nn.ModuleDict({f"table_{name}": _policy(self.settings[name]) for name in self.tables})
-        self._small = {name: ids.SmallIds(self.policy(name), self._dtype) for name in self.tables}
+        shared = {s.rows: ids.SmallIds(ids.HashedIds(s.rows), self._dtype) for s in self.settings.values()}
+        self._small = {
+            name: shared[s.rows] if s.ids == "hashed" else ids.SmallIds(self.policy(name), self._dtype)
+            for name, s in self.settings.items()
+        }
         self.register_buffer("kinds", torch.zeros(len(self.tables), dtype=torch.int8))
         self._place_inputs()
 
@@ -243,7 +250,10 @@ class Encoder(nn.Module):
 
     def table_rows(self, i: IdInput, values: IdValues) -> tuple[Tensor, Tensor | None]:
         """Rows of n ids, and second rows where the table has two hashes: -1 for ids that have none."""
-        found, second = self._small[i.table](torch.tensor(values.keys))
+        found, second = self._small[i.table](torch.tensor(values.coded.distinct))
+        if values.coded.index is not None:
+            index = torch.from_numpy(values.coded.index)
+            found, second = found[index], None if second is None else second[index]
         if values.missing is not None and values.missing.any():
             missing = torch.from_numpy(values.missing)
             found = found.masked_fill(missing, ids.MISSING)
@@ -347,16 +357,11 @@ class Encoder(nn.Module):
             if isinstance(i.feature, NumberFeature):
                 values = torch.from_numpy(numbers[self.numbers.columns.index(i.name)])
                 missing = values.isnan().numpy()
-                yield (
-                    i,
-                    IdValues(None, self.numbers.buckets(i.name, values).numpy(), missing if missing.any() else None),
-                )
+                buckets = self.numbers.buckets(i.name, values).numpy()
+                yield i, IdValues.of(None, buckets, missing if missing.any() else None)
         for i, found in self._reader.read(table, rows, counters):
-            settings = self.settings[i.table]
-            if settings.ids == "exact" and i.num_rows is None and len(found.keys):
-                if found.keys.min() < 0 or found.keys.max() >= settings.rows:
-                    found = _replace_bad(i, settings, found, rows, counters)
-            yield i, found
+            is_checked = self.settings[i.table].ids == "exact" and i.num_rows is None
+            yield i, _inside(i, self.settings[i.table], found, rows, counters) if is_checked else found
 
 
 def _policy(settings: TableSettings) -> ids.Policy:
@@ -365,11 +370,14 @@ def _policy(settings: TableSettings) -> ids.Policy:
     return ids.ExactIds(settings.rows) if settings.ids == "exact" else ids.HashedIds(settings.rows)
 
 
-def _replace_bad(
+def _inside(
     i: IdInput, settings: TableSettings, found: IdValues, rows: np.ndarray, counters: collections.Counter[str]
 ) -> IdValues:
-    """Treat ids outside an exact table as its `bad_ids` says: unknown ones get the key -1."""
-    bad = (found.keys < 0) | (found.keys >= settings.rows)
+    """Ids of an exact table, those outside it treated as its `bad_ids` says: unknown ones get the key -1."""
+    keys = found.keys if found.missing is None else np.where(found.missing, 0, found.keys)
+    if not len(keys) or (keys.min() >= 0 and keys.max() < settings.rows):
+        return found
+    bad = (keys < 0) | (keys >= settings.rows)
     assert found.raw is not None, "exact ids stand in the data as they are"
     if settings.bad_ids == "error":
         place = int(np.argmax(bad))
@@ -382,8 +390,8 @@ def _replace_bad(
         )
     counters[f"{'unknown' if settings.bad_ids == 'unknown' else 'clamped'}/{i.name}"] += int(bad.sum())
     if settings.bad_ids == "unknown":
-        return dataclasses.replace(found, keys=np.where(bad, -1, found.keys))
-    # An unsigned number beyond int64 has a negative key.
-    below = 0 if not pt.is_uint64(columns.value_type(found.raw.type)) else settings.rows - 1
-    keys = np.where(found.keys < 0, below, np.minimum(found.keys, settings.rows - 1))
-    return dataclasses.replace(found, keys=keys)
+        keys = np.where(bad, -1, keys)
+    else:  # An unsigned number beyond int64 has a negative key.
+        below = settings.rows - 1 if pt.is_uint64(columns.value_type(found.raw.type)) else 0
+        keys = np.where(keys < 0, below, np.minimum(keys, settings.rows - 1))
+    return dataclasses.replace(found, coded=columns.Keys(keys, None, found.missing))

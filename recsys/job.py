@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,9 +112,12 @@ class Data:
             seed=self.recipe.train.seed,
         )
 
-    def batches(self, reader: Reader, epoch: int = 0) -> Prefetcher[Batch]:
-        """Encoded batches, made by one background thread, weighted for the mean over the global batch."""
-        return Prefetcher(self._encoded(reader, epoch))
+    def batches(self, reader: Reader, epochs: Iterable[int] = (0,)) -> Prefetcher[Batch]:
+        """Encoded batches of some epochs, made by one background thread, weighted for the mean over the global batch.
+
+        What comes after an epoch is made while that epoch ends and the model is evaluated.
+        """
+        return Prefetcher(batch for epoch in epochs for batch in self._encoded(reader, epoch))
 
     def _encoded(self, reader: Reader, epoch: int) -> Iterator[Batch]:
         encode = functools.partial(self.encoder.encode_rows, labelled=self.labelled)

@@ -6,6 +6,7 @@ exported model contains it. Missing numbers are NaN up to there.
 
 import collections
 import dataclasses
+import itertools
 
 import numpy as np
 import pyarrow as pa
@@ -76,6 +77,13 @@ def _lowest(priority: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.n
     return priority[order], numbers[:, order]
 
 
+def _runs(flags: list[bool]) -> list[slice]:
+    """Where flags are set, as slices."""
+    runs = itertools.groupby(range(len(flags)), key=flags.__getitem__)
+    places = [list(run) for flag, run in runs if flag]
+    return [slice(run[0], run[-1] + 1) for run in places]
+
+
 class Numbers(nn.Module):
     """The number columns of a recipe.
 
@@ -99,7 +107,7 @@ class Numbers(nn.Module):
         self.num_dense = len(dense)
         self._features = [f for _, f in (*dense, *bucketed)]
         self._fills = np.array([f.missing == "fill" for f in self._features], dtype=bool)
-        self._logs = [n for n, (_, f) in enumerate(dense) if f.transform == "signed_log"]
+        self._logs = _runs([f.transform == "signed_log" for _, f in dense])
         self._clips = [n for n, (_, f) in enumerate(dense) if f.transform == "min_max"]
         self._filled = [n for n, (_, f) in enumerate(dense) if f.missing == "fill"]
         names = [*(c for c, _ in dense), *(f"{dense[n][0]}_missing" for n in self._filled)]
@@ -139,8 +147,9 @@ class Numbers(nn.Module):
         if not self._logs:
             return numbers
         numbers = numbers.clone()
-        logs = numbers[:, self._logs]
-        numbers[:, self._logs] = logs.sign() * logs.abs().log1p()
+        for run in self._logs:
+            logs = numbers[:, run]
+            logs.copy_(logs.abs().log1p_().copysign_(logs))
         return numbers
 
     # The Arrow side.

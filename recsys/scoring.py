@@ -85,7 +85,11 @@ def evaluate(task: nn.Module, data: Data, split: Split, items: Frequencies | Non
     Raises:
         UserError: The model's scores are not finite; on all ranks.
     """
-    traffic = {table: Traffic(s.own_rows, s.num_hashes) for table, s in data.encoder.settings.items()}
+    traffic = {
+        table: Traffic(s.own_rows, s.num_hashes)
+        for table, s in data.encoder.settings.items()
+        if table in data.encoder.id_tables
+    }
     scores = score(task, data, data.reader(split), traffic)
     for lookups in traffic.values():
         lookups.merge_ranks()
@@ -119,7 +123,8 @@ def _count(traffic: dict[str, Traffic], encoder: Encoder, batch: Batch) -> None:
             features.lengths().view(len(features.keys()), -1).sum(dim=1).cumsum(0).tolist() if features.keys() else []
         )
         for name, start, end in zip(features.keys(), [0, *ends], ends, strict=False):
-            traffic[tables[name]].add(features.values()[start:end].numpy())
+            if tables[name] in traffic:
+                traffic[tables[name]].add(features.values()[start:end].numpy())
 
 
 def _item_counts(data: Data, split: Split, items: Frequencies) -> np.ndarray:

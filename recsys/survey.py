@@ -80,7 +80,8 @@ def survey(data: Data) -> Survey:
         index = None
         with agreed(f"vocabulary of table {table!r}"):
             if data.ranks.rank == 0:
-                found.setdefault(table, _choose(recipe, counts, its_origin))
+                if counts is not None:
+                    found[table] = _choose(recipe, counts, its_origin)
                 index = _index(found[table], encoder.settings[table].hot)
                 _tell(found[table], built=table not in known)
         encoder.set_vocabulary(table, *broadcast(index))
@@ -112,11 +113,10 @@ def vocabularies(
     with process_group("cpu", threads=recipe.train.threads_per_rank) as ranks:
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks, {"train": recipe.paths["train"]})
-        tables = [t for t in encoder.tables if all(i.num_rows is None for i in encoder.inputs if i.table == t)]
-        pass_ = _Pass(encoder, tables, None)
+        pass_ = _Pass(encoder, encoder.id_tables, None)
         _scan(data, "train", pass_)
         facts = []
-        for table in tables:
+        for table in encoder.id_tables:
             settings, its_origin = encoder.settings[table], origin(recipe, encoder, data, table)
             old = None if grow is None else Vocabulary.load(_grown_from(pathlib.Path(expand_path(grow)), its_origin))
             make = Vocabulary.choose if old is None else old.grow
@@ -162,8 +162,7 @@ def _existing(recipe: Recipe, its_origin: Origin) -> Vocabulary | None:
     return vocabulary.rechoose(hot=settings.hot, min_count=settings.min_count)
 
 
-def _choose(recipe: Recipe, counts: IdCounts | None, its_origin: Origin) -> Vocabulary:
-    assert counts is not None, "ids are counted where there is no vocabulary"
+def _choose(recipe: Recipe, counts: IdCounts, its_origin: Origin) -> Vocabulary:
     settings = recipe.table_settings(its_origin.table)
     path = vocabulary_path(recipe, its_origin)
     return Vocabulary.choose(counts, path, its_origin, hot=settings.hot, min_count=settings.min_count)
@@ -216,7 +215,7 @@ class _Pass:
         self.statistics: Statistics | None = None
         self.counts = {table: IdCounts() for table in counted}
         self.items = None if item is None else IdCounts()
-        self.usage = {t: new_usage(encoder, t) for t in encoder.tables if encoder.settings[t].ids != "hot_cold"}
+        self.usage = {t: new_usage(encoder, t) for t in encoder.id_tables if encoder.settings[t].ids != "hot_cold"}
 
     def add(self, table: pa.Table, rows: np.ndarray, values: Iterator[tuple[IdInput, IdValues]]) -> None:
         for i, found in values:
@@ -242,7 +241,7 @@ def new_usage(encoder: Encoder, table: str) -> TableUsage:
 def _usage(data: Data, pass_: _Pass, vocabularies: dict[str, Vocabulary]) -> dict[str, dict[str, Any]]:
     """Use of all tables in the training data, of all ranks; on rank 0 only where a vocabulary tells it."""
     encoder, found = data.encoder, {}
-    for table in encoder.tables:
+    for table in encoder.id_tables:
         if table in pass_.usage:
             usage = pass_.usage[table]
             usage.merge_ranks()

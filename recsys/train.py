@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import pathlib
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
 from recsys import checkpoint, metrics, report, scoring
+from recsys.data.batch import Batch
+from recsys.data.reader import Prefetcher, Reader
 from recsys.distributed import agreed, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
@@ -66,20 +69,28 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Resul
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks)
         learnt = survey(data)
-        job = assemble(recipe, ranks, encoder)
-        folder = RunFolder.create(run, recipe, name, ranks)
-        with folder.logging():
-            facts = environment(ranks, torch.get_num_threads())
-            facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
-            folder.write_json("environment.json", facts)
-            folder.write_json("plan.json", job.describe_plan())
-            _describe_start(job, data, folder, learnt)
-            _store(learnt, folder)
-            final = _Training(job, data, folder, learnt).run()
-            with agreed("report"):
-                if ranks.rank == 0:
-                    report.write_report(folder.path)
-            return Result(folder.path, final, folder.path / "report.html")
+        reader = data.reader("train", shuffle_rows=recipe.data.shuffle_rows)
+        with contextlib.closing(data.batches(reader, range(1, recipe.train.epochs + 1))) as batches:
+            job = assemble(recipe, ranks, encoder)  # while the first batches are made
+            folder = RunFolder.create(run, recipe, name, ranks)
+            return _train(job, data, folder, learnt, reader, batches)
+
+
+def _train(
+    job: Job, data: Data, folder: RunFolder, learnt: Survey, reader: Reader, batches: Prefetcher[Batch]
+) -> Result:
+    with folder.logging():
+        facts = environment(job.ranks, torch.get_num_threads())
+        facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
+        folder.write_json("environment.json", facts)
+        folder.write_json("plan.json", job.describe_plan())
+        _describe_start(job, data, folder, learnt)
+        _store(learnt, folder)
+        final = _Training(job, data, folder, learnt, reader, batches).run()
+        with agreed("report"):
+            if folder.writes:
+                report.write_report(folder.path)
+        return Result(folder.path, final, folder.path / "report.html")
 
 
 def _store(learnt: Survey, folder: RunFolder) -> None:
@@ -114,11 +125,13 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
 class _Training:
     """One training run from the first epoch to the metrics of the best one."""
 
-    def __init__(self, job: Job, data: Data, folder: RunFolder, learnt: Survey) -> None:
+    def __init__(
+        self, job: Job, data: Data, folder: RunFolder, learnt: Survey, reader: Reader, batches: Prefetcher[Batch]
+    ) -> None:
         self.job, self.data, self.folder, self.learnt = job, data, folder, learnt
+        self.reader, self.batches = reader, batches  # the batches of all epochs, one epoch after another
         self.settings, self.device = job.recipe.train, job.ranks.device
         self.optimizer = job.optimizer()
-        self.reader = data.reader("train", shuffle_rows=job.recipe.data.shuffle_rows)
         self.reporter = Reporter(folder, self.reader.num_steps * self.settings.epochs)
         self.step = 0
         self.best: dict[str, Any] = {}  # the evaluation of the kept epoch; empty before the first
@@ -140,13 +153,16 @@ class _Training:
                 elif self.settings.patience and epoch - self.best["epoch"] >= self.settings.patience:
                     log.info("No better %s for %d epochs: stopped", self.settings.monitor, self.settings.patience)
                     break
+            self.batches.close()
             return self._finish(evaluation)
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         """One pass over the training data: step reached, mean loss, rows per second of all ranks."""
         self.job.task.train()
         start_s, rows, losses, total = time.perf_counter(), 0, [], 0.0
-        with self._pipeline() as pipeline, contextlib.closing(self.data.batches(self.reader, epoch)) as batches:
+        waited_s = self.batches.waited_s
+        batches = itertools.islice(self.batches, self.reader.num_steps)
+        with self._pipeline() as pipeline:
             for index in range(self.reader.num_steps):
                 loss, _ = pipeline.progress(batches)
                 losses.append(loss)
@@ -165,7 +181,7 @@ class _Training:
             "step": self.step,
             "train_loss": total / self.reader.num_steps,
             "rows_per_s": rows / elapsed_s,
-            "reader_wait_share": batches.waited_s / elapsed_s,
+            "reader_wait_share": (self.batches.waited_s - waited_s) / elapsed_s,
         }
 
     @contextlib.contextmanager

@@ -107,8 +107,8 @@ def main() -> None:
 
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["RECSYS_DATA"] = folder  # vocabularies too, so that nothing is left behind or reused
             home = pathlib.Path(folder)
+            os.environ["RECSYS_DATA"] = folder  # where vocabularies go, so that nothing is left behind
             benchmarks = [movietweetings(home, arguments.source), synthetic(home)]
             found = [measure(benchmark, arguments.seeds, home) for benchmark in benchmarks]
     except UserError as error:
@@ -124,9 +124,8 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for data in found:
-        for metric, column in itertools.product(METRICS, ID_COLUMNS):
-            console.print(table(data, metric, column))
+    for data, metric, column in itertools.product(found, METRICS, ID_COLUMNS):
+        console.print(table(data, metric, column))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -74,7 +74,7 @@ def test_integers_are_counted_as_a_counter_counts_them_with_and_without_the_disk
 
 @settings(deadline=None, max_examples=60)
 @given(
-    blocks=st.lists(st.tuples(texts, st.integers(0, len(ENCODINGS) - 1)), max_size=6),
+    blocks=st.lists(st.tuples(texts, st.sampled_from(ENCODINGS)), max_size=6),
     limit=st.sampled_from([1, 5, 1000]),
 )
 def test_texts_of_any_encoding_are_counted_as_a_counter_counts_them(blocks, limit):
@@ -211,12 +211,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 @pytest.mark.parametrize("kind", ["text", "integers"])
 def test_memory_of_counting_and_writing_does_not_grow_with_the_number_of_ids(tmp_path, kind):
     peak_mib = []
-    for num_ids in (300_000, 3_000_000):  # keys and counts of 2,700,000 ids are 41 MiB, held twice to be sorted
+    for num_ids in (200_000, 2_000_000):  # 1,800,000 ids held and sorted whole take 200 MiB and more
         command = [sys.executable, "-c", MEMORY, str(num_ids), str(tmp_path), kind]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         peak_mib.append(float(done.stdout))
-    assert peak_mib[1] - peak_mib[0] < 30, peak_mib
+    assert peak_mib[1] - peak_mib[0] < 80, peak_mib
 
 
 def rank_blocks(rank: int) -> list[list[str | None]]:

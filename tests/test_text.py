@@ -1,4 +1,5 @@
 import collections
+import concurrent.futures
 import copy
 import hashlib
 import json
@@ -7,7 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
+import time
 import unicodedata
 from pathlib import Path
 from typing import get_args
@@ -408,30 +409,34 @@ def test_copies_have_the_settings_and_not_the_cache(clone):
     }
 
 
-def test_threads_may_share_a_tokenizer():
-    tool, errors = tokenizer("words", segmenter="unicode", cache_entries=1), []
+class Yielding(collections.OrderedDict):
+    """Lets other threads run where a cache without a lock would break."""
 
-    def work(seed: int) -> None:
+    def __len__(self) -> int:
+        length = super().__len__()
+        time.sleep(1e-5)
+        return length
+
+    def move_to_end(self, key: str, last: bool = True) -> None:
+        time.sleep(1e-5)
+        super().move_to_end(key, last)
+
+
+@pytest.mark.parametrize("cache_entries", [0, 5])
+def test_threads_may_share_a_tokenizer(cache_entries):
+    tool = tokenizer("words", segmenter="unicode", cache_entries=cache_entries)
+    tool._cache = Yielding()
+
+    def agrees(seed: int) -> bool:
         rng = np.random.default_rng(seed)
-        for _ in range(200):
-            strings = [f"w{i}" for i in rng.integers(60, size=30)]
-            if lists(tool.keys(pa.array(strings))["words"]) != [python_keys("words", [s]) for s in strings]:
-                errors.append(strings)
+        batches = [[f"w{i}" for i in rng.integers(20, size=10)] for _ in range(10)]
+        return all(
+            lists(tool.keys(pa.array(batch))["words"]) == [python_keys("words", [string]) for string in batch]
+            for batch in batches
+        )
 
-    old = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    failures = []
-    hook, threading.excepthook = threading.excepthook, lambda args: failures.append(args.exc_value)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(old)
-        threading.excepthook = hook
-    assert not errors and not failures
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(agrees, range(4)))
 
 
 # Other processes.

@@ -3,6 +3,8 @@
 All functions respect the offset of a slice, which the raw buffers do not.
 """
 
+import dataclasses
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -54,20 +56,42 @@ def single_array(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keys:
+    """Keys of n ids, text and dictionaries by their distinct values.
+
+    Attributes:
+        distinct: (m,) int64.
+        index: (n,) which of them each id has; None: they are the ids' own, m = n.
+        missing: (n,) bool, True where the id is null, whose key is any; None: nowhere.
+    """
+
+    distinct: np.ndarray
+    index: np.ndarray | None
+    missing: np.ndarray | None
+
+
 def id_keys(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
     """(n,) int64 keys, and (n,) bool that is True where the id is null (None: nowhere). Null ids have the key 0.
 
     Integers and booleans are their own key, uint64 by its bits; text is hashed.
     """
+    coded = coded_keys(array)
+    keys = coded.distinct if coded.index is None else coded.distinct[coded.index]
+    return (keys, None) if coded.missing is None else (np.where(coded.missing, 0, keys), coded.missing)
+
+
+def coded_keys(array: pa.Array) -> Keys:
+    """As `id_keys`, without writing the keys of a dictionary's values out for every id."""
     if not len(array):
-        return np.zeros(0, dtype=np.int64), None
+        return Keys(np.zeros(0, dtype=np.int64), None, None)
     kind = array.type
     if pt.is_dictionary(kind):
         return _dictionary_keys(array)
     if pt.is_null(kind) or pt.is_boolean(kind):
-        return id_keys(array.cast(pa.int8()))
+        return coded_keys(array.cast(pa.int8()))
     if pt.is_string_view(kind):
-        return id_keys(array.cast(pa.large_string()))
+        return coded_keys(array.cast(pa.large_string()))
     missing = None if array.null_count == 0 else array.is_null().to_numpy(zero_copy_only=False)
     buffers, n, offset = array.buffers(), len(array), array.offset
     if is_text(kind):
@@ -78,20 +102,19 @@ def id_keys(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
     else:
         values = np.frombuffer(buffers[1], dtype=kind.to_pandas_dtype())[offset : offset + n]
         keys = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
-    return (keys, None) if missing is None else (np.where(missing, 0, keys), missing)
+    return Keys(keys, None, missing)
 
 
-def _dictionary_keys(array: pa.DictionaryArray) -> tuple[np.ndarray, np.ndarray | None]:
+def _dictionary_keys(array: pa.DictionaryArray) -> Keys:
     if len(array.dictionary) > len(array):  # A slice of a big column: its rows are fewer than the values to hash.
-        return id_keys(array.dictionary_decode())
+        return coded_keys(array.dictionary_decode())
     index, missing = id_keys(array.indices)
     if not len(array.dictionary):
-        return index, missing
-    keys, missing_value = id_keys(array.dictionary)
-    if missing_value is not None:
-        missing = missing_value[index] if missing is None else missing | missing_value[index]
-    keys = keys[index]
-    return (keys, None) if missing is None else (np.where(missing, 0, keys), missing)
+        return Keys(index, None, missing)
+    values = coded_keys(array.dictionary)
+    if values.missing is not None:
+        missing = values.missing[index] if missing is None else missing | values.missing[index]
+    return Keys(values.distinct, index, missing)
 
 
 def list_parts(array: pa.Array) -> tuple[np.ndarray, pa.Array]:

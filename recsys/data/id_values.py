@@ -31,17 +31,30 @@ class IdValues:
 
     Attributes:
         lengths: (B,) int64 ids of each row; None: one each.
-        keys: (n,) int64, all rows one after another.
-        missing: (n,) bool, True where the id is null; None: nowhere.
+        coded: Keys of the n ids, all rows one after another.
         raw: The ids as they stand in the data; None where there are none, as for a cross.
         weights: (n,) float32; None: they have none.
     """
 
     lengths: np.ndarray | None
-    keys: np.ndarray
-    missing: np.ndarray | None = None
+    coded: columns.Keys
     raw: pa.Array | None = None
     weights: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, lengths: np.ndarray | None, keys: np.ndarray, missing: np.ndarray | None = None) -> "IdValues":
+        """Ids without raw values, by their keys."""
+        return cls(lengths, columns.Keys(keys, None, missing))
+
+    @property
+    def missing(self) -> np.ndarray | None:
+        """(n,) bool, True where the id is null; None: nowhere."""
+        return self.coded.missing
+
+    @property
+    def keys(self) -> np.ndarray:
+        """(n,) int64 keys; those of nulls are any."""
+        return self.coded.distinct if self.coded.index is None else self.coded.distinct[self.coded.index]
 
 
 class IdReader:
@@ -79,10 +92,10 @@ class IdReader:
                 column = i.columns[0]
                 if column not in tokens:
                     tokens[column] = self._tokens(table, column, counters)
-                yield i, IdValues(*tokens[column][cast(Granularity, i.part)])
+                yield i, IdValues.of(*tokens[column][cast(Granularity, i.part)])
             elif i.raw and i.max_length is None:
                 array = columns.single_array(table, i.name)
-                yield i, IdValues(None, *columns.id_keys(array), array)
+                yield i, IdValues(None, columns.coded_keys(array), array)
             elif i.raw:
                 yield i, _list(table, rows, i, leaders, counters)
 
@@ -112,7 +125,7 @@ def _list(table: Table, rows: np.ndarray, i: IdInput, leaders: dict[str, np.ndar
         counters[f"cut/{i.name}"] += num_cut
         lengths, values = np.minimum(lengths, i.max_length), values.take(pa.array(kept))
         weights = None if weights is None else weights[kept]
-    return IdValues(lengths, *columns.id_keys(values), values, weights)
+    return IdValues(lengths, columns.coded_keys(values), values, weights)
 
 
 def _weights(table: Table, rows: np.ndarray, i: IdInput, lengths: np.ndarray) -> np.ndarray:
@@ -146,7 +159,7 @@ def _cross(table: Table, i: IdInput) -> IdValues:
         others, others_missing = columns.id_keys(columns.single_array(table, column))
         keys = crossed(torch.tensor(keys), torch.tensor(others)).numpy()
         missing = others_missing if missing is None else missing if others_missing is None else missing | others_missing
-    return IdValues(None, keys, missing)
+    return IdValues.of(None, keys, missing)
 
 
 def _time_part(table: Table, rows: np.ndarray, i: IdInput, feature: TimestampFeature) -> IdValues:
@@ -174,7 +187,7 @@ def _time_part(table: Table, rows: np.ndarray, i: IdInput, feature: TimestampFea
         day = seconds.astype("datetime64[s]").astype("datetime64[D]")
         month = day.astype("datetime64[M]")
         keys = month.astype(np.int64) % 12 + 1 if i.part == "month" else (day - month).astype(np.int64) + 1
-    return IdValues(None, keys, missing)
+    return IdValues.of(None, keys, missing)
 
 
 def _seconds(array: pa.Array, unit: str) -> tuple[np.ndarray, np.ndarray | None]:

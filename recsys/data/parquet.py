@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -67,10 +67,19 @@ class ParquetData:
         schema = [(field.name, str(field.type)) for field in self.schema]
         return hashlib.sha256(json.dumps([files, self.row_groups, schema]).encode()).hexdigest()
 
-    def open(self, number: int) -> pq.ParquetFile:
-        """File number `number`, without reading its metadata again; the caller closes it."""
+    def open(self, number: int, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+        """File number `number`, without reading its metadata again; the caller closes it.
+
+        Args:
+            number: Place in `files`.
+            dictionaries: Columns of text that are read as dictionaries.
+        """
         return pq.ParquetFile(
-            self.files[number], metadata=self._metadata[number], buffer_size=_READ_BYTES, pre_buffer=False
+            self.files[number],
+            metadata=self._metadata[number],
+            buffer_size=_READ_BYTES,
+            pre_buffer=False,
+            read_dictionary=list(dictionaries),
         )
 
 
@@ -183,13 +192,26 @@ class Piece(NamedTuple):
         return self.group.start + self.skip
 
 
+def decoded(field: pa.Field) -> pa.Field:
+    """The column as `Decoder` yields it: text as a dictionary, so that each text is made, and hashed, only once."""
+    is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+    return field.with_type(pa.dictionary(pa.int32(), field.type)) if is_text else field
+
+
 class Decoder:
-    """Reads pieces of row groups; pieces of one group that follow each other decode it once, a part at a time."""
+    """Reads pieces of row groups; pieces of one group that follow each other decode it once, a part at a time.
+
+    Args:
+        data: The data set.
+        schema: The columns to read, as `decoded` has them.
+    """
 
     def __init__(self, data: ParquetData, schema: pa.Schema) -> None:
         self._data, self._schema = data, schema
+        self._dictionaries = [field.name for field in schema if pa.types.is_dictionary(field.type)]
         self._file: pq.ParquetFile | None = None
         self._file_number = -1
+        self._names: list[str] = []  # The columns that this file has; some always empty lists cannot be read.
         self._group: RowGroup | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.Table = schema.empty_table()
@@ -220,11 +242,11 @@ class Decoder:
         with _reading(self._data.files[group.file]):
             if self._file_number != group.file:
                 self.close()
-                self._file, self._file_number = self._data.open(group.file), group.file
+                self._file, self._file_number = self._data.open(group.file, self._dictionaries), group.file
+                empty = {field.name for field in self._file.schema_arrow if _is_always_empty(field.type)}
+                self._names = [name for name in self._schema.names if name not in empty]
             assert self._file is not None, "a file was opened above"
-            empty = {field.name for field in self._file.schema_arrow if _is_always_empty(field.type)}
-            names = [name for name in self._schema.names if name not in empty]
-            self._batches = self._file.iter_batches(_READ_ROWS, [group.number], names, use_threads=False)
+            self._batches = self._file.iter_batches(_READ_ROWS, [group.number], self._names)
         self._group, self._row, self._rest = group, 0, self._schema.empty_table()
 
     def _next(self) -> pa.Table:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pydantic
 
 from recsys.data.movielens import MovieLens100K
+from recsys.data.movietweetings import MovieTweetings100K
 from recsys.data.synthetic import Synthetic
 from recsys.errors import UserError, nearest
 from recsys.paths import expand_path
@@ -51,7 +52,11 @@ class DataSet(Protocol):
         ...
 
 
-DATASETS: dict[str, type[DataSet]] = {"movielens-100k": MovieLens100K, "synthetic": Synthetic}
+DATASETS: dict[str, type[DataSet]] = {
+    "movielens-100k": MovieLens100K,
+    "movietweetings-100k": MovieTweetings100K,
+    "synthetic": Synthetic,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.data.encoded import ArrowRows
-from recsys.data.parquet import Decoder, ParquetData, Piece
+from recsys.data.parquet import Decoder, ParquetData, Piece, decoded
 from recsys.errors import UserError, nearest
 
 __all__ = ["ParquetData", "Prefetcher", "Reader"]
@@ -105,7 +105,7 @@ class Reader:
                 )
         self.data, self.world_size = data, world_size
         self.shuffle_rows, self.seed = shuffle_rows, seed
-        self.schema = pa.schema([data.schema.field(name) for name in columns])
+        self.schema = pa.schema([decoded(data.schema.field(name)) for name in columns])
         self._first, self._last = (data.num_rows * r // world_size for r in (rank, rank + 1))
         self.num_rows = self._last - self._first
         self.num_steps = -(-data.num_rows // (world_size * batch_size))

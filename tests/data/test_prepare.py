@@ -136,7 +136,7 @@ def test_an_output_that_cannot_be_made_is_a_clear_error(tmp_path):
 def test_unknown_names_and_options_suggest_the_nearest(tmp_path):
     with pytest.raises(UserError, match="mean 'synthetic'"):
         prepare("synthetics", tmp_path / "out")
-    with pytest.raises(UserError, match="Allowed: movielens-100k, synthetic"):
+    with pytest.raises(UserError, match="Allowed: movielens-100k, movietweetings-100k, synthetic"):
         prepare("criteo", tmp_path / "out")
     with pytest.raises(UserError, match=r"(?s)2 problems.*row: unknown option. Did you mean 'rows'") as error:
         prepare("synthetic", tmp_path / "out", options={"row": 3, "seed": -1})
