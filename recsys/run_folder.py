@@ -22,7 +22,7 @@ from recsys.recipe_file import load as load_recipe
 
 log = logging.getLogger("recsys")
 
-_VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "numpy")
+_VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "numpy", "jieba", "pypinyin")
 
 
 class RunFolder:

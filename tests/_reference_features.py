@@ -300,6 +300,8 @@ def scalars(values: list, kind: pa.DataType, rng: random.Random) -> pa.Array:
     if pa.types.is_temporal(kind):
         width = kind.bit_width
         return scalars(values, pa.int64() if width == 64 else pa.int32(), rng).view(kind)
+    if pa.types.is_boolean(kind):
+        values = [v if v is None else bool(v) for v in values]
     if None not in values or pa.types.is_null(kind) or kind == pa.string_view():
         return pa.array(values, kind)
     full = pa.array([hidden(kind) if v is None else v for v in values], kind)

@@ -101,7 +101,10 @@ class IdReader:
 
     def _tokens(self, table: Table, column: str, counters: Counters) -> dict[Granularity, Lists]:
         cut: collections.Counter[Granularity] = collections.Counter()
-        found = self._tokenizers[column].keys(columns.single_array(table, column), cut)
+        try:
+            found = self._tokenizers[column].keys(columns.single_array(table, column), cut)
+        except UserError as error:
+            raise UserError(f"The text {column!r} cannot be read: {error}") from error
         counters.update({f"cut/{column}_{part}": count for part, count in cut.items() if count})
         return found
 
