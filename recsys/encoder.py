@@ -8,6 +8,7 @@ it and an exported model contains it.
 import collections
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ if TYPE_CHECKING:  # `recsys check` uses the encoder where torchrec is not insta
 
 NULL_GROUP = -(2**63)
 """Group key of rows whose group is null: they form one group."""
+
+# Arrow's memory is read-only, of which torch warns once per process, in vain: keys are never written to.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(bytes(8), dtype=np.int64))
 
 _KINDS = ("", "integers", "text")
 """What the ids of a table are stored as; the buffer `kinds` holds places in it."""
@@ -250,7 +256,7 @@ class Encoder(nn.Module):
 
     def table_rows(self, i: IdInput, values: IdValues) -> tuple[Tensor, Tensor | None]:
         """Rows of n ids, and second rows where the table has two hashes: -1 for ids that have none."""
-        found, second = self._small[i.table](torch.tensor(values.coded.distinct))
+        found, second = self._small[i.table](torch.from_numpy(values.coded.distinct))
         if values.coded.index is not None:
             index = torch.from_numpy(values.coded.index)
             found, second = found[index], None if second is None else second[index]

@@ -86,6 +86,20 @@ def test_what_can_be_known_is_the_truth_without_new_ids_and_less_with_them(made)
     assert roc_auc_score(labels[new], knowable[new]) < roc_auc_score(labels[new], truth[new])
 
 
+@pytest.mark.parametrize(("new", "known"), [("user", "item"), ("item", "user")])
+def test_of_a_new_id_nothing_but_its_group_can_be_known(made, new, known):
+    seen = {name: set(ids_of(made, "train", f"{name}_id")) for name in (new, known)}
+    columns = [ids_of(made, "test", name) for name in (f"{new}_id", f"{known}_id", f"{new}_group")]
+    found, ids = collections.defaultdict(list), collections.defaultdict(set)
+    for new_id, known_id, group, logit in zip(*columns, made.truth["all but new ids"], strict=True):
+        if new_id not in seen[new] and known_id in seen[known]:
+            found[known_id, group].append(logit)
+            ids[known_id, group].add(new_id)
+    several = [key for key, different in ids.items() if len(different) > 1]
+    assert several
+    assert max(np.ptp(found[key]) for key in several) < 1e-9
+
+
 def test_expected_logits_average_probabilities_over_the_effects_of_new_ids():
     known = np.linspace(-3, 3, 7)
     never, always = np.zeros(7, bool), np.ones(7, bool)

@@ -29,6 +29,7 @@ ENCODINGS = [
     lambda a: a.cast(pa.large_string()),
     lambda a: a.dictionary_encode(),
     lambda a: pa.concat_arrays([pa.array(["before"]), a]).slice(1),
+    lambda a: pa.concat_arrays([pa.array(["not used"]), a]).dictionary_encode().slice(1),
     lambda a: pa.concat_arrays([pa.array([str(i) for i in range(50)]), a]).dictionary_encode().slice(50),
 ]
 
@@ -81,7 +82,8 @@ def test_texts_of_any_encoding_are_counted_as_a_counter_counts_them(blocks, limi
     with contextlib.closing(IdCounts(limit=limit)) as counts:
         for block, encoding in blocks:
             add(counts, encoding(pa.array(block, pa.string())))
-        ids = [i for block, _ in blocks for i in block]
+        add(counts, ENCODINGS[4](pa.array(["b", "b", "b"])))  # more rows than values, of which one is not used
+        ids = [*(i for block, _ in blocks for i in block), "b", "b", "b"]
         assert contents(counts) == expected(ids, lambda i: signed(fnv1a(i.encode())))
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -130,12 +130,16 @@ class Reader:
         Raises:
             UserError: A file cannot be read to its end.
         """
-        return self.iterate_encoded(epoch, lambda table, positions: ArrowRows(table, positions), start_step)
+        for step in self.steps(epoch, lambda table, positions: ArrowRows(table, positions), start_step):
+            yield step.rows()
 
-    def iterate_encoded(
+    def steps(
         self, epoch: int, encode: Callable[[pa.Table, np.ndarray], R], start_step: int = 0
-    ) -> Generator[R, None, None]:
+    ) -> Generator["Step[R]", None, None]:
         """As `iterate`, with rows encoded before they are shuffled, as they come from the files.
+
+        What a step yields tells which rows it has; picking them out of their windows is left to its `rows`, which
+        another thread may call.
 
         Args:
             epoch: Decides the order.
@@ -200,6 +204,20 @@ def _decoded(decoder: Decoder, window: _Window) -> Iterator[tuple[pa.Table, np.n
             position += table.num_rows
 
 
+class Step(Generic[R]):
+    """The rows of one step, by their windows and places in them."""
+
+    def __init__(self, parts: Sequence[tuple[R, np.ndarray | slice]]) -> None:
+        self._parts = parts
+
+    def rows(self) -> R:
+        """The rows themselves, in their order."""
+        found = [
+            window.slice(at.start, at.stop) if isinstance(at, slice) else window.take(at) for window, at in self._parts
+        ]
+        return type(found[0]).concat(found)
+
+
 class _Stream(Generic[R]):
     """Rows in the order of their windows' permutations, out of blocks in the order of the files.
 
@@ -221,21 +239,19 @@ class _Stream(Generic[R]):
         self._filled: list[R] = []  # ... with these blocks ...
         self._num_filled = 0  # ... of so many rows.
 
-    def take(self, num_rows: int) -> R:
+    def take(self, num_rows: int) -> Step[R]:
         """The next rows of the stream."""
-        parts = []
+        parts: list[tuple[R, np.ndarray | slice]] = []
         while num_rows:
             if self._num_gone == self._current.num_rows:
                 self._turn()
             stop = min(self._num_gone + num_rows, self._current.num_rows)
-            if self._order is None:
-                parts.append(self._current.slice(self._num_gone, stop))
-            else:
-                parts.append(self._current.take(self._order[self._num_gone : stop]))
+            inside = slice(self._num_gone, stop)
+            parts.append((self._current, inside if self._order is None else self._order[inside]))
             num_rows -= stop - self._num_gone
             self._num_gone = stop
             self._fill(self._num_gone / self._current.num_rows)
-        return type(self._nothing).concat(parts) if parts else self._nothing
+        return Step(parts or [(self._nothing, slice(0, 0))])
 
     def _turn(self) -> None:
         """Go on to the next window."""
@@ -266,12 +282,18 @@ class Prefetcher(Generic[T]):
     Exceptions come out unchanged where the item would have come out. The thread ends with the iterable, on `close`,
     or when the prefetcher is forgotten.
 
+    Args:
+        iterable: What to run.
+        finish: Turns an item into what the consumer gets, in the consumer's thread; None leaves it as it is.
+        depth: Most items that wait.
+
     Attributes:
         waited_s: Seconds that the consumer has waited for items so far.
     """
 
-    def __init__(self, iterable: Iterable[T], depth: int = 2) -> None:
+    def __init__(self, iterable: Iterable[Any], finish: Callable[[Any], T] | None = None, depth: int = 2) -> None:
         self.waited_s = 0.0
+        self._finish = finish
         self._items: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(depth)
         stop = threading.Event()
         # The thread must not know this object, or it would keep it alive for ever.
@@ -291,7 +313,7 @@ class Prefetcher(Generic[T]):
         if error is not None or item is _END:
             self.close()
             raise error or StopIteration
-        return item  # type: ignore[return-value]  # The queue also carries _END.
+        return self._finish(item) if self._finish else cast(T, item)
 
     def close(self) -> None:
         """Stop the thread and wait until it has ended."""
