@@ -6,7 +6,6 @@ it and an exported model contains it.
 """
 
 import collections
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.types as pt
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ from recsys import ids
 from recsys.data import columns
 from recsys.data.column_types import id_kinds, mixed_tables, type_problems
 from recsys.data.encoded import EncodedRows, Lists, offsets_of
-from recsys.data.id_values import IdReader, IdValues, Table
+from recsys.data.id_values import IdReader, IdValues, Table, inside
 from recsys.errors import UserError, nearest
 from recsys.features import IdInput, NumberFeature
 from recsys.numbers import Numbers, Statistics
@@ -367,37 +365,10 @@ class Encoder(nn.Module):
                 yield i, IdValues.of(None, buckets, missing if missing.any() else None)
         for i, found in self._reader.read(table, rows, counters):
             is_checked = self.settings[i.table].ids == "exact" and i.num_rows is None
-            yield i, _inside(i, self.settings[i.table], found, rows, counters) if is_checked else found
+            yield i, inside(i, self.settings[i.table], found, rows, counters) if is_checked else found
 
 
 def _policy(settings: TableSettings) -> ids.Policy:
     if settings.ids == "hot_cold":
         return ids.HotColdIds(settings.hot, settings.cold, settings.cold_hashes)
     return ids.ExactIds(settings.rows) if settings.ids == "exact" else ids.HashedIds(settings.rows)
-
-
-def _inside(
-    i: IdInput, settings: TableSettings, found: IdValues, rows: np.ndarray, counters: collections.Counter[str]
-) -> IdValues:
-    """Ids of an exact table, those outside it treated as its `bad_ids` says: unknown ones get the key -1."""
-    keys = found.keys if found.missing is None else np.where(found.missing, 0, found.keys)
-    if not len(keys) or (keys.min() >= 0 and keys.max() < settings.rows):
-        return found
-    bad = (keys < 0) | (keys >= settings.rows)
-    assert found.raw is not None, "exact ids stand in the data as they are"
-    if settings.bad_ids == "error":
-        place = int(np.argmax(bad))
-        row = place if found.lengths is None else columns.row_of(place, found.lengths)
-        raise UserError(
-            f"The id feature {i.name!r} leaves its table {i.table!r} in row {rows[row]}",
-            received=found.raw[place].as_py(),
-            allowed=f"0..{settings.rows - 1}",
-            fix=f"raise tables.{i.table}.rows, set its ids to hashed or its bad_ids to unknown, or correct the data",
-        )
-    counters[f"{'unknown' if settings.bad_ids == 'unknown' else 'clamped'}/{i.name}"] += int(bad.sum())
-    if settings.bad_ids == "unknown":
-        keys = np.where(bad, -1, keys)
-    else:  # An unsigned number beyond int64 has a negative key.
-        below = settings.rows - 1 if pt.is_uint64(columns.value_type(found.raw.type)) else 0
-        keys = np.where(keys < 0, below, np.minimum(keys, settings.rows - 1))
-    return dataclasses.replace(found, coded=columns.Keys(keys, None, found.missing))

@@ -14,6 +14,7 @@ from recsys.data import columns
 from recsys.errors import UserError
 from recsys.features import CrossFeature, Granularity, IdInput, TextFeature, TimestampFeature
 from recsys.ids import crossed
+from recsys.recipe import TableSettings
 from recsys.text import Tokenizer
 
 Table: TypeAlias = pa.Table | pa.RecordBatch
@@ -202,3 +203,28 @@ def _seconds(array: pa.Array, unit: str) -> tuple[np.ndarray, np.ndarray | None]
         array = array.cast(pa.int64())
     keys, missing = columns.id_keys(array)
     return keys // _PER_SECOND[unit], missing
+
+
+def inside(i: IdInput, settings: TableSettings, found: IdValues, rows: np.ndarray, counters: Counters) -> IdValues:
+    """Ids of an exact table, those outside it treated as its `bad_ids` says: unknown ones get the key -1."""
+    keys = found.keys if found.missing is None else np.where(found.missing, 0, found.keys)
+    if not len(keys) or (keys.min() >= 0 and keys.max() < settings.rows):
+        return found
+    bad = (keys < 0) | (keys >= settings.rows)
+    assert found.raw is not None, "exact ids stand in the data as they are"
+    if settings.bad_ids == "error":
+        place = int(np.argmax(bad))
+        row = place if found.lengths is None else columns.row_of(place, found.lengths)
+        raise UserError(
+            f"The id feature {i.name!r} leaves its table {i.table!r} in row {rows[row]}",
+            received=found.raw[place].as_py(),
+            allowed=f"0..{settings.rows - 1}",
+            fix=f"raise tables.{i.table}.rows, set its ids to hashed or its bad_ids to unknown, or correct the data",
+        )
+    counters[f"{'unknown' if settings.bad_ids == 'unknown' else 'clamped'}/{i.name}"] += int(bad.sum())
+    if settings.bad_ids == "unknown":
+        keys = np.where(bad, -1, keys)
+    else:  # An unsigned number beyond int64 has a negative key.
+        below = settings.rows - 1 if pt.is_uint64(columns.value_type(found.raw.type)) else 0
+        keys = np.where(keys < 0, below, np.minimum(keys, settings.rows - 1))
+    return dataclasses.replace(found, coded=columns.Keys(keys, None, found.missing))
