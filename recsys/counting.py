@@ -20,7 +20,7 @@ import pyarrow.types as pt
 from recsys.errors import UserError
 
 LIMIT = 8_000_000
-"""Distinct ids of one table in memory; counting takes about 100 bytes and four times the id's text for each."""
+"""Distinct ids of one table in memory. At its peak, counting takes some 130 bytes for each, and 8 times its text."""
 _TEXT_BYTES_PER_ID = 64
 """Room for text that goes with the room for one id: texts longer than that lower the limit."""
 _BLOCK = 1 << 20

@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 
 from recsys import ids
-from recsys.counting import IdCounts, collect
+from recsys.counting import LIMIT, IdCounts, collect
 from recsys.data import columns
 from recsys.data.id_values import IdValues
 from recsys.distributed import agreed, broadcast, gather, process_group
@@ -35,6 +35,7 @@ from recsys.vocabulary import Origin, Vocabulary
 log = logging.getLogger("recsys")
 
 _SCAN_BATCH_ROWS = 65_536  # large reads: the scan is bound by decoding
+_FEWEST_IDS = 100_000  # in memory for each table that is counted, however many there are
 _NO_KEYS = np.zeros(1, dtype=np.int64)
 
 
@@ -108,6 +109,8 @@ def vocabularies(
     Returns:
         Per table the figures of `Vocabulary.as_dict`, and the `path` of its file.
     """
+    if grow is not None and output is None and recipe.data.vocabulary is None:
+        raise UserError("A vocabulary that grows needs a folder of its own", fix="name one with --output")
     if output is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"vocabulary": output})})
     with process_group("cpu", threads=recipe.train.threads_per_rank) as ranks:
@@ -123,6 +126,7 @@ def vocabularies(
             path = vocabulary_path(recipe, its_origin)
             made = make(pass_.counts[table], path, its_origin, hot=settings.hot, min_count=settings.min_count)
             facts.append({**made.as_dict(cold=settings.cold, dim=settings.dim), "path": str(path)})
+            pass_.counts[table].close()
     if json_path is not None:
         pathlib.Path(json_path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
@@ -169,12 +173,13 @@ def _choose(recipe: Recipe, counts: IdCounts, its_origin: Origin) -> Vocabulary:
 
 
 def _index(vocabulary: Vocabulary, hot: int) -> tuple[np.ndarray, np.ndarray]:
-    """(hot,) keys and rows; fewer hot ids than the table has rows for leave some unused."""
+    """(hot,) keys and rows; rows that no id has stay unused."""
     keys, rows = vocabulary.index()
-    if len(keys) > hot:
+    keys, rows = keys[: vocabulary.num_hot], rows[: vocabulary.num_hot]
+    if rows.max(initial=-1) >= RESERVED_ROWS + hot:
         raise UserError(
-            f"The vocabulary {str(vocabulary.path)!r} has more hot ids than its table has rows for them",
-            received=len(keys),
+            f"The vocabulary {str(vocabulary.path)!r} has hot ids in rows that its table does not have",
+            received=f"{rows.max() - RESERVED_ROWS + 1} rows for hot ids",
             allowed=hot,
             fix=f"raise tables.{vocabulary.about.origin.table}.hot, or make another vocabulary",
         )
@@ -213,7 +218,8 @@ class _Pass:
     def __init__(self, encoder: Encoder, counted: Collection[str], item: str | None) -> None:
         self._encoder, self._item = encoder, item
         self.statistics: Statistics | None = None
-        self.counts = {table: IdCounts() for table in counted}
+        limit = max(_FEWEST_IDS, LIMIT // max(len(counted), 1))
+        self.counts = {table: IdCounts(limit=limit) for table in counted}
         self.items = None if item is None else IdCounts()
         self.usage = {t: new_usage(encoder, t) for t in encoder.id_tables if encoder.settings[t].ids != "hot_cold"}
 

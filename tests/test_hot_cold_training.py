@@ -150,9 +150,9 @@ def long_jobs() -> dict[str, dict]:
         "din, 2 hashes": recipe("text", 12, everything, hot_cold(2), "din"),
         "deepfm, 1 hash": recipe("text", 12, everything, hot_cold(1)),
         "deepfm, 2 hashes": recipe("integers", 12, everything, hot_cold(2)),
-        "weights": recipe("integers", 12, [*IDS, weighted], hot_cold(2)),
         "4091, 7 and 1 rows": recipe("integers", 12, IDS, uneven),
         "skipped labels": recipe("integers", 12, [*IDS, TAGS], hot_cold(1), label="click", bad_labels="skip"),
+        "weights": recipe("integers", 12, [*IDS, weighted], hot_cold(2)),
     }
 
 
@@ -176,7 +176,7 @@ def smoke_jobs() -> dict[str, dict]:
 
 
 LONG_JOBS = long_jobs()
-JOBS = {**LONG_JOBS, **smoke_jobs()}
+JOBS = {**smoke_jobs(), **LONG_JOBS}
 
 
 def steps_of(job: dict) -> int:
@@ -192,11 +192,13 @@ def alone(name: str) -> str:
 
 
 def run_jobs(config: dict) -> None:
-    """Train all jobs on this rank and all others; rank 0 saves what became of them."""
+    """Train all jobs on this rank and all others; rank 0 saves what became of them, after each for all so far."""
+    found = {}
     with process_group("cpu", threads=1) as ranks:
-        found = {name: run_job(job, ranks) for name, job in config["jobs"].items()}
-        if ranks.rank == 0:
-            torch.save(found, config["output"])
+        for name, job in config["jobs"].items():
+            found[name] = run_job(job, ranks)
+            if ranks.rank == 0:
+                torch.save(found, config["output"])
 
 
 def run_job(config: dict, ranks: Ranks) -> dict:
@@ -249,16 +251,23 @@ def config_of(folder: pathlib.Path, ranks: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def found(folder) -> dict[int, dict]:
-    """Ranks -> what became of all jobs: one rank in this process, then two real ones in one launch."""
+def all_jobs(folder) -> tuple[dict[int, dict], str]:
+    """Ranks -> what became of the jobs: one rank in this process, two real ones in one launch; what the latter said."""
     run_jobs(config_of(folder, 1))
     (folder / "config.json").write_text(json.dumps(config_of(folder, 2)))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, __file__, str(folder / "config.json")]
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_LIMIT_S, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {ranks: torch.load(folder / f"found-{ranks}.pt", weights_only=True) for ranks in (1, 2)}
+    return {ranks: torch.load(folder / f"found-{ranks}.pt", weights_only=True) for ranks in (1, 2)}, done.stderr
+
+
+@pytest.fixture(params=JOBS)
+def pair(request, all_jobs) -> tuple[str, dict, dict]:
+    """A job, and what became of it on one rank and on two."""
+    found, said = all_jobs
+    assert request.param in found[2], f"two ranks did not come to the end of this job or one before it: {said[-3000:]}"
+    return request.param, found[1][alone(request.param)], found[2][request.param]
 
 
 # Two ranks against one.
@@ -271,9 +280,8 @@ def assert_close(one: dict, two: dict, tolerance: float) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", JOBS)
-def test_two_ranks_train_the_weights_and_scores_of_one(found, folder, name):
-    one, two = found[1][alone(name)], found[2][name]
+def test_two_ranks_train_the_weights_and_scores_of_one(pair, folder):
+    name, one, two = pair
     assert_close(one["weights"][0], two["weights"][0], 0.0)
     assert_close(one["weights"][1], two["weights"][1], 1e-5)
     order = order_of_one_rank(folder / f"{JOBS[name]['data']['train']}-2.parquet", steps_of(JOBS[name]))
@@ -286,18 +294,17 @@ def test_two_ranks_train_the_weights_and_scores_of_one(found, folder, name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", JOBS)
-def test_what_two_ranks_learn_of_the_data_is_what_one_learns(found, name):
-    one, two = found[1][alone(name)], found[2][name]
+def test_what_two_ranks_learn_of_the_data_is_what_one_learns(pair):
+    _, one, two = pair
     assert two["tables"] == one["tables"]
     assert two["changed"] == one["changed"]
     torch.testing.assert_close(one["encoder"], two["encoder"], rtol=1e-12, atol=0)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", JOBS)
-def test_a_checkpoint_of_one_rank_and_plan_is_read_by_two_ranks_under_another_unchanged(found, name):
-    assert_close(found[1][alone(name)]["weights"][1], found[2][name]["weights"][2], 0.0)
+def test_a_checkpoint_of_one_rank_and_plan_is_read_by_two_ranks_under_another_unchanged(pair):
+    _, one, two = pair
+    assert_close(one["weights"][1], two["weights"][2], 0.0)
 
 
 # Whole runs, with ids in the test set that training never saw.

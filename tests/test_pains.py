@@ -25,6 +25,7 @@ from recsys.data.reader import Reader
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.models import DINConfig, Field, History, Inputs, Table
+from recsys.predict import evaluate, predict
 from recsys.train import train
 from tests._reference_hash import WORD, splitmix64
 
@@ -197,6 +198,7 @@ def test_a_column_a_hundred_million_times_larger_trains_like_the_column_itself(t
 _TRAIN = """
 import sys
 from recsys import recipe_file
+from recsys.predict import evaluate, predict
 from recsys.train import train
 train(recipe_file.load(sys.argv[1]), run=sys.argv[2])
 with open("/proc/self/status") as status:
@@ -269,23 +271,18 @@ def test_occupancy_collisions_and_traffic_of_a_full_table_equal_a_plain_count(fu
         assert told["lookups"] == NUM_LOOKUPS and told["missing"] == told["unknown"] == 0
 
 
-_WHOLE_JOB = """
-import sys
-from recsys.stack import require_stack
-require_stack()
-from recsys import recipe_file
-from recsys.predict import evaluate, predict
-from recsys.train import train
-recipe, data, ranks = sys.argv[1:]
-train(recipe_file.load(recipe, ["train.epochs=3"]), run=f"run-{ranks}")
-run = f"run-{min(int(ranks), 1)}"  # both read what one rank has trained
-evaluate(run, json_path=f"metrics-{ranks}.json")
-predict(run, data_path=data, output=f"out-{ranks}.parquet")
-"""
+def on_two_ranks(*arguments: str) -> None:
+    """`recsys ARGUMENTS` on two ranks, to its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "recsys"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = {"capture_output": True, "text": True, "timeout": HARD_LIMIT_S, "env": environment}
+    done = subprocess.run([*command, *arguments], check=False, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.dist
-def test_an_odd_number_of_rows_is_trained_evaluated_and_predicted_on_two_ranks_as_on_one(tmp_path):
+def test_an_odd_number_of_rows_is_trained_evaluated_and_predicted_on_two_ranks_as_on_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECSYS_DATA", str(tmp_path / "home"))
     rng = np.random.default_rng(0)
     columns = {
         "row": np.arange(1037),
@@ -298,23 +295,20 @@ def test_an_odd_number_of_rows_is_trained_evaluated_and_predicted_on_two_ranks_a
     tables = {"default": {"ids": "hot_cold", "hot": 20, "cold": 9, "cold_hashes": 2, "sharding": "row_wise"}}
     data = {split: str(path) for split in ("train", "valid", "test")} | {"item": "item", "group": "row"}
     recipe = written(path, columns, features=features, tables=tables, data=data | {"batch_size_per_rank": 50})
-    (tmp_path / "job.py").write_text(_WHOLE_JOB)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "RECSYS_DATA": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    for ranks, command in ((1, [sys.executable]), (2, launcher)):
-        command = [*command, str(tmp_path / "job.py"), recipe, str(path), str(ranks)]
-        options = {"capture_output": True, "text": True, "timeout": HARD_LIMIT_S, "env": environment, "cwd": tmp_path}
-        done = subprocess.run(command, check=False, **options)
-        assert done.returncode == 0, done.stderr[-3000:]
+    train(recipe_file.load(recipe, ["train.epochs=3"]), run=str(tmp_path / "run-1"))
+    on_two_ranks("train", recipe, "train.epochs=3", "--run-dir", str(tmp_path / "run-2"))
     one, two = (json.loads((tmp_path / f"run-{ranks}" / "metrics.json").read_text()) for ranks in (1, 2))
-    assert one["tables"] == two["tables"] and one["traffic"] == two["traffic"] and one["changed"] == two["changed"]
-    assert two["step"] in (11, 22, 33) and two["epochs"] == 3
+    assert (one["tables"], one["traffic"], one["changed"]) == (two["tables"], two["traffic"], two["changed"])
+    assert two["step"] in (11, 22, 33) and two["epochs"] == 3 and two["test"]["rows"] == 1037
     for split in ("valid", "test"):
         pairs = zip(one["slices"][split], two["slices"][split], strict=True)
-        assert all((a["slice"], a["rows"], a["positives"]) == (b["slice"], b["rows"], b["positives"]) for a, b in pairs)
-    one, two = (json.loads((tmp_path / f"metrics-{ranks}.json").read_text()) for ranks in (1, 2))
-    assert one["traffic"] == two["traffic"] and one["auc"] == pytest.approx(two["auc"], abs=1e-6)
-    assert one["rows"] == two["rows"] == 1037
-    one, two = (pq.read_table(tmp_path / f"out-{ranks}.parquet") for ranks in (1, 2))
+        assert all(a[name] == b[name] for a, b in pairs for name in ("slice", "rows", "positives"))
+    predict(str(tmp_path / "run-2"), data_path=str(path), output=str(tmp_path / "1.parquet"))
+    arguments = ["--data", str(path), "--output", str(tmp_path / "2.parquet")]
+    on_two_ranks("predict", str(tmp_path / "run-2"), *arguments)
+    one, two = (pq.read_table(tmp_path / f"{ranks}.parquet") for ranks in (1, 2))
     assert two["row"].to_pylist() == list(range(1037)) and two["item"].to_pylist() == columns["item"].tolist()
     assert np.abs(one["probability"].to_numpy() - two["probability"].to_numpy()).max() < 1e-6
+    again = evaluate(str(tmp_path / "run-2"))
+    tested = json.loads((tmp_path / "run-2" / "metrics.json").read_text())["test"]
+    assert {name: again[name] for name in tested} == pytest.approx(tested, abs=1e-6)
