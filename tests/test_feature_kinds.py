@@ -25,12 +25,11 @@ from recsys.recipe import Recipe
 from recsys.stack import require_stack
 from recsys.train import train
 from tests._encoder_data import bags, scan
-from tests._reference_features import Reference, bucket, scaled
+from tests._reference_features import FIRST, MISSING, UNKNOWN, Reference, bucket, scaled
 from tests._reference_hash import splitmix64
 
 require_stack()
 
-MISSING, UNKNOWN, FIRST = 1, 2, 3
 USER = {"kind": "id", "columns": ["user"]}
 LARGE = 3.4e38  # Nearly the largest float32.
 
