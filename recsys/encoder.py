@@ -295,7 +295,7 @@ class Encoder(nn.Module):
 
     def _keyed(self, inputs: tuple[IdInput, ...], encoded: EncodedRows) -> Any:
         """The KeyedJaggedTensor of some inputs: one after another, each with its rows in order."""
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        from recsys.data.batch import keyed
 
         num_rows = encoded.num_rows
         lists = [encoded.lists[self._groups_of[i.name]] if i.name in self._groups_of else None for i in inputs]
@@ -319,7 +319,7 @@ class Encoder(nn.Module):
                 if found.weights is not None and weights is not None:
                     weights[start : ends[n]] = found.weights
                 start = ends[n]
-        return KeyedJaggedTensor([i.name for i in inputs], values, weights=weights, lengths=lengths.view(-1))
+        return keyed([i.name for i in inputs], values, lengths.view(-1), weights)
 
     # Reading.
 

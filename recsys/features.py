@@ -177,7 +177,7 @@ class NumberFeature(Settings):
     missing: Literal["error", "fill"] = "error"
     """What NaN and null do. `fill` puts `fill` in their place and adds an input `COLUMN_missing` that is 1 there, 0
     elsewhere; under `quantile` they have a row of their own instead."""
-    fill: float = 0.0
+    fill: Annotated[float, pydantic.Field(ge=-3.4e38, le=3.4e38)] = 0.0
     """Number that stands for a missing one, in the data's unit."""
 
     def id_inputs(self) -> Iterator[IdInput]:

@@ -135,7 +135,7 @@ class Numbers(nn.Module):
         scaled = (self._transformed(numbers) - self.shift) / self.scale
         if self._clips:
             scaled[:, self._clips] = scaled[:, self._clips].clamp(0, 1)
-        dense = scaled.to(torch.float32)
+        dense = scaled.clamp(-_LARGEST, _LARGEST).to(torch.float32)
         return dense if missing is None else torch.cat([dense, missing.float()], dim=1)[:, self._order]
 
     def buckets(self, column: str, numbers: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from recsys.errors import UserError
 from recsys.models import Batch, Field, History, Inputs, Table, build
 from recsys.recipe import Recipe
 from recsys.stack import require_stack
-from tests._reference_features import Reference
+from tests._encoder_data import bags as bags_of
+from tests._reference_features import Known, Reference
 
 require_stack()
 
@@ -293,6 +294,17 @@ def test_weighted_and_unweighted_lists_of_one_model_match_a_factorization_machin
         pairs = sum(a[:4] @ b[:4] for a, b in itertools.combinations(vectors, 2))
         logits.append(sum(v[4] for v in vectors) + pairs + model.bias.item())
     torch.testing.assert_close(model(batch).detach(), torch.stack(logits))
+
+
+@pytest.mark.parametrize("users", [[1, 2, 3], [1, 2**63 - 1, 2]])
+def test_a_new_vocabulary_holds_at_once_and_the_key_that_fills_it_up_is_an_id_like_any_other(users):
+    used, columns = recipe("deepfm"), ROWS | {"user": users}
+    encoder = Encoder(used)
+    for hot in ({}, {2: 3}, {1: 4, 2: 3}):
+        index = sorted(hot.items()) + [(2**63 - 1, -1)] * (2 - len(hot))
+        encoder.set_vocabulary("user", *np.array(index, dtype=np.int64).T)
+        batch = encoder.encode(pa.table(columns), np.arange(3))
+        assert bags_of(batch, "user") == Reference(used, columns, Known(hot={"user": hot})).bags["user"]
 
 
 @pytest.mark.parametrize("order", [[1], [1, 1], [1, 3], []])

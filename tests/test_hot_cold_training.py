@@ -210,7 +210,7 @@ def run_job(config: dict, ranks: Ranks) -> dict:
     job = assemble(used, ranks, encoder)
     scores = [scoring.score(job.task, data, data.reader("train"))]
     weights = [whole_weights(job)]
-    reader, losses = data.reader("train"), []
+    reader = data.reader("train")
     pipeline = TrainPipelineBase(job.task.train(), job.optimizer(), ranks.device)
     with contextlib.closing(data.batches(reader)) as batches:
         losses = [pipeline.progress(batches)[0].item() for _ in range(reader.num_steps)]
@@ -266,7 +266,8 @@ def all_jobs(folder) -> tuple[dict[int, dict], str]:
 def pair(request, all_jobs) -> tuple[str, dict, dict]:
     """A job, and what became of it on one rank and on two."""
     found, said = all_jobs
-    assert request.param in found[2], f"two ranks did not come to the end of this job or one before it: {said[-3000:]}"
+    is_there = request.param in found[2]
+    assert is_there, f"two ranks did not come to the end of this job or one before it: {said[-3000:]}"
     return request.param, found[1][alone(request.param)], found[2][request.param]
 
 
@@ -305,6 +306,13 @@ def test_what_two_ranks_learn_of_the_data_is_what_one_learns(pair):
 def test_a_checkpoint_of_one_rank_and_plan_is_read_by_two_ranks_under_another_unchanged(pair):
     _, one, two = pair
     assert_close(one["weights"][1], two["weights"][2], 0.0)
+
+
+@pytest.mark.dist
+def test_no_table_is_rounded_up_to_the_number_of_ranks(all_jobs):
+    weights = all_jobs[0][2]["4091, 7 and 1 rows"]["weights"][1]
+    rows = {table: len(value) for name, value in weights.items() if (table := table_of_parameter(name)) is not None}
+    assert rows == {"item": 4091 + 3, "shop": 7 + 3, "user": 1 + 3}
 
 
 # Whole runs, with ids in the test set that training never saw.

@@ -145,21 +145,29 @@ def _with_empty_bags(features: KeyedJaggedTensor, num_more: int) -> KeyedJaggedT
     if num_more == 0 or not features.keys():
         return features
     lengths = features.lengths().view(len(features.keys()), -1)
-    return KeyedJaggedTensor(
-        keys=features.keys(), values=features.values(), lengths=F.pad(lengths, (0, num_more)).flatten()
+    return keyed(
+        features.keys(), features.values(), F.pad(lengths, (0, num_more)).flatten(), features.weights_or_none()
     )
 
 
 def _keyed(names: Sequence[str], jagged: Mapping[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
     empty = torch.zeros(0, dtype=torch.int64)
+    values = torch.cat([jagged[name][0] for name in names]).long() if names else empty
+    return keyed(names, values, torch.cat([jagged[name][1] for name in names]).long() if names else empty)
+
+
+def keyed(names: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor of F features.
+
+    Args:
+        names: The features.
+        values: Ids of the first feature in all rows, of the second, ...
+        lengths: (F * B,) number of ids of the first feature in each row, of the second, ...; B may be 0.
+        weights: As many as `values`, or None.
+    """
     by_name = None
-    if names and not len(jagged[names[0]][1]):
+    if names and not len(lengths):
         # TorchRec's own split of zero rows into keys fails; given the result, it does not try.
         offsets = torch.zeros(1, dtype=torch.int64)
-        by_name = {name: JaggedTensor(values=empty, lengths=empty, offsets=offsets) for name in names}
-    return KeyedJaggedTensor(
-        keys=list(names),
-        values=torch.cat([jagged[name][0] for name in names]).long() if names else empty,
-        lengths=torch.cat([jagged[name][1] for name in names]).long() if names else empty,
-        jt_dict=by_name,
-    )
+        by_name = {n: JaggedTensor(values=values, weights=weights, lengths=lengths, offsets=offsets) for n in names}
+    return KeyedJaggedTensor(keys=list(names), values=values, weights=weights, lengths=lengths, jt_dict=by_name)

@@ -61,12 +61,17 @@ def _id_problems(recipe: Recipe, i: IdInput, kind: pa.DataType) -> Iterator[str]
 
 
 def id_kinds(inputs: Sequence[IdInput], schema: pa.Schema) -> dict[str, dict[str, list[str]]]:
-    """Table -> what its ids are stored as, `text` or `integers` -> the columns that do so; raw ids only."""
+    """Table -> what its ids are stored as, `text` or `integers` -> the columns that do so.
+
+    Each column of a cross stands by itself, under `TABLE, column COLUMN`.
+    """
     kinds: dict[str, dict[str, list[str]]] = {}
     for i in inputs:
-        for index in schema.get_all_field_indices(i.name) if i.raw else ():
-            if (kind := columns.id_kind(schema.field(index).type)) is not None:
-                kinds.setdefault(i.table, {}).setdefault(kind, []).append(i.name)
+        for column in i.columns if i.raw or isinstance(i.feature, CrossFeature) else ():
+            table = i.table if i.raw else f"{i.table}, column {column}"
+            for index in schema.get_all_field_indices(column):
+                if (kind := columns.id_kind(schema.field(index).type)) is not None:
+                    kinds.setdefault(table, {}).setdefault(kind, []).append(column)
     return kinds
 
 

@@ -49,11 +49,30 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def single_array(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array:
-    """A column as one array; copies only when it comes in several chunks."""
+    """A column as one array, text in views as large text; copies that, and what comes in several chunks."""
     column = table.column(name)
+    if (kind := _without(column.type, views=True)) != column.type:
+        column = column.cast(kind)  # Arrow cannot pick values out of views.
     if isinstance(column, pa.Array):
         return column
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    if is_list(kind) or (pt.is_dictionary(kind) and any(chunk.dictionary.null_count for chunk in column.chunks)):
+        column = column.cast(_without(kind, dictionaries=True))  # Arrow cannot join dictionaries that hold nulls.
+    return column.combine_chunks()
+
+
+def _without(kind: pa.DataType, *, views: bool = False, dictionaries: bool = False) -> pa.DataType:
+    """The type with large text in place of text views, or with plain values in place of dictionaries."""
+    if is_list(kind):
+        value = _without(kind.value_type, views=views, dictionaries=dictionaries)
+        if pt.is_fixed_size_list(kind):
+            return pa.list_(value, kind.list_size)
+        return pa.list_(value) if pt.is_list(kind) else pa.large_list(value)
+    if pt.is_dictionary(kind):
+        value = _without(kind.value_type, views=views)
+        return value if dictionaries else pa.dictionary(kind.index_type, value)
+    return pa.large_string() if views and pt.is_string_view(kind) else kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,7 +181,10 @@ def row_of(place: int, lengths: np.ndarray) -> int:
 
 def shown(table: pa.Table | pa.RecordBatch, name: str, row: int) -> str:
     """A value as messages show it."""
-    value = single_array(table, name)[row].as_py()
+    scalar = single_array(table, name)[row]
+    if pt.is_temporal(scalar.type) and scalar.is_valid:  # Python's own types do not hold all of Arrow's times.
+        return f"{scalar.cast(pa.int64() if scalar.type.bit_width == 64 else pa.int32())} as {scalar.type}"
+    value = scalar.as_py()
     return "null" if value is None else repr(value)
 
 

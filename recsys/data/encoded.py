@@ -65,9 +65,7 @@ def _picked(values: Tensor, at: Tensor) -> Tensor:
     """values[at]; two int32 side by side are picked as one int64, which is much quicker than row by row."""
     if values.shape[1] == 2 and values.dtype == torch.int32:
         return values.view(torch.int64).squeeze(1).index_select(0, at).view(torch.int32).view(-1, 2)
-    return (
-        values.squeeze(1).index_select(0, at).view(len(at), -1) if values.shape[1] == 1 else values.index_select(0, at)
-    )
+    return values.squeeze(1).index_select(0, at).unsqueeze(1) if values.shape[1] == 1 else values.index_select(0, at)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ Lists = tuple[np.ndarray, np.ndarray]
 Counters = collections.Counter[str]
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_FIRST_S, _LAST_S = (int(np.datetime64(day, "s").astype(np.int64)) for day in ("0001-01-02", "9999-12-30"))
+_FIRST_S, _LAST_S = (int(np.datetime64(day, "s").astype(np.int64)) for day in ("0001-01-01", "9999-12-31T23:59:59"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,11 @@ class IdReader:
 
     def __init__(self, inputs: tuple[IdInput, ...]) -> None:
         self._inputs = inputs
-        self._tokenizers: dict[str, Tokenizer] = {}
+        self._tokenizers: dict[TextFeature, Tokenizer] = {}
         for i in inputs:
-            if isinstance(i.feature, TextFeature) and i.columns[0] not in self._tokenizers:
-                f = i.feature
-                self._tokenizers[i.columns[0]] = Tokenizer(
-                    f.tokens, segmenter=f.segmenter, ngram=f.ngram, max_length=f.max_length
-                )
+            f = i.feature
+            if isinstance(f, TextFeature) and f not in self._tokenizers:
+                self._tokenizers[f] = Tokenizer(f.tokens, segmenter=f.segmenter, ngram=f.ngram, max_length=f.max_length)
 
     def read(self, table: Table, rows: np.ndarray, counters: Counters) -> Iterator[tuple[IdInput, IdValues]]:
         """Each input with its ids, in order.
@@ -83,27 +81,27 @@ class IdReader:
             UserError: Histories out of step, lists without their weights, a time out of range.
         """
         leaders: dict[str, np.ndarray] = {}
-        tokens: dict[str, dict[Granularity, Lists]] = {}
+        tokens: dict[tuple[str, TextFeature], dict[Granularity, Lists]] = {}
         for i in self._inputs:
             if isinstance(i.feature, CrossFeature):
                 yield i, _cross(table, i)
             elif isinstance(i.feature, TimestampFeature):
                 yield i, _time_part(table, rows, i, i.feature)
             elif isinstance(i.feature, TextFeature):
-                column = i.columns[0]
-                if column not in tokens:
-                    tokens[column] = self._tokens(table, column, counters)
-                yield i, IdValues.of(*tokens[column][cast(Granularity, i.part)])
+                source = i.columns[0], i.feature
+                if source not in tokens:
+                    tokens[source] = self._tokens(table, *source, counters)
+                yield i, IdValues.of(*tokens[source][cast(Granularity, i.part)])
             elif i.raw and i.max_length is None:
                 array = columns.single_array(table, i.name)
                 yield i, IdValues(None, columns.coded_keys(array), array)
             elif i.raw:
                 yield i, _list(table, rows, i, leaders, counters)
 
-    def _tokens(self, table: Table, column: str, counters: Counters) -> dict[Granularity, Lists]:
+    def _tokens(self, table: Table, column: str, feature: TextFeature, counters: Counters) -> dict[Granularity, Lists]:
         cut: collections.Counter[Granularity] = collections.Counter()
         try:
-            found = self._tokenizers[column].keys(columns.single_array(table, column), cut)
+            found = self._tokenizers[feature].keys(columns.single_array(table, column), cut)
         except UserError as error:
             raise UserError(f"The text {column!r} cannot be read: {error}") from error
         counters.update({f"cut/{column}_{part}": count for part, count in cut.items() if count})
@@ -202,7 +200,10 @@ def _seconds(array: pa.Array, unit: str) -> tuple[np.ndarray, np.ndarray | None]
         unit = array.type.unit
         array = array.cast(pa.int64())
     keys, missing = columns.id_keys(array)
-    return keys // _PER_SECOND[unit], missing
+    seconds = keys // _PER_SECOND[unit]
+    if pt.is_uint64(array.type):  # Numbers beyond int64 have negative keys.
+        seconds = np.where(keys < 0, np.iinfo(np.int64).max, seconds)
+    return seconds, missing
 
 
 def inside(i: IdInput, settings: TableSettings, found: IdValues, rows: np.ndarray, counters: Counters) -> IdValues:
