@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from recsys.distributed import agreed
 from recsys.errors import UserError
+from recsys.ids import HASH
 
 _MARKER = "complete.json"
 _OTHER = "choose another checkpoint of the run, or train again"
@@ -43,7 +44,7 @@ def save(folder: pathlib.Path, model: nn.Module, encoder: nn.Module, about: dict
     with agreed("checkpoint"):
         if dist.get_rank() == 0:
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-            text = json.dumps({**about, "entries": _sizes(state), "files": files}, indent=1)
+            text = json.dumps({**about, "hash": HASH, "entries": _sizes(state), "files": files}, indent=1)
             (folder / _MARKER).write_text(text + "\n", encoding="utf-8")
 
 
@@ -56,6 +57,8 @@ def load(folder: pathlib.Path, model: nn.Module, encoder: nn.Module) -> dict[str
     """
     with agreed(f"checkpoint {folder}"):
         about = read_about(folder)
+        if about["hash"] != HASH:
+            raise UserError("Its ids were hashed in another way", received=about["hash"], allowed=HASH, fix=_OTHER)
         state = _state(model, encoder)
         expected, found = _sizes(state), about["entries"]
         problems = [
@@ -87,7 +90,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
         about = json.loads(marker.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r} is not a complete checkpoint", received=str(error), fix=_OTHER) from error
-    if not isinstance(about, dict) or not {"entries", "files", "step"} <= about.keys():
+    if not isinstance(about, dict) or not {"entries", "files", "hash", "step"} <= about.keys():
         raise UserError(f"{str(marker)!r} is not what was saved", received=f"{str(about)[:80]}", fix=_OTHER)
     return about
 

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -69,7 +71,9 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         if cuda:
             torch.cuda.set_device(local_rank)
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            number = next(_groups)
+            store = dist.PrefixStore(f"recsys/{number}", _store())
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout
@@ -78,6 +82,17 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         yield Ranks(
             rank, world_size, local_world_size, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         )
+
+
+_groups = itertools.count()
+"""Numbers of the groups that this process has joined: each has keys of its own in the store."""
+
+
+@functools.cache
+def _store() -> dist.Store:
+    """Where launched ranks meet, once per process: it outlives the groups, of which there may be several in turn."""
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    return store
 
 
 def _launched(name: str, alone: int) -> int:

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import functools
 import json
-import logging
 import pathlib
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -32,8 +31,6 @@ from recsys.recipe import RESERVED_ROWS, Recipe, Split
 from recsys.usage import TableUsage
 from recsys.vocabulary import Origin, Vocabulary
 
-log = logging.getLogger("recsys")
-
 _SCAN_BATCH_ROWS = 65_536  # large reads: the scan is bound by decoding
 _FEWEST_IDS = 100_000  # in memory for each table that is counted, however many there are
 _NO_KEYS = np.zeros(1, dtype=np.int64)
@@ -48,12 +45,14 @@ class Survey:
         vocabularies: Vocabulary of each `hot_cold` table, on rank 0 only.
         items: How often each id of the item column occurs in the training data; None: there is no such column.
         counters: What was cut and replaced in each split, as `Encoder.counters`, of all ranks.
+        notes: Where the vocabularies came from, in sentences, on rank 0 only.
     """
 
     tables: dict[str, dict[str, Any]]
     vocabularies: dict[str, Vocabulary]
     items: Frequencies | None
     counters: dict[Split, collections.Counter[str]]
+    notes: list[str]
 
 
 def check(data: Data) -> dict[Split, collections.Counter[str]]:
@@ -76,6 +75,7 @@ def survey(data: Data) -> Survey:
     counters = {split: _scan(data, split, pass_ if split == "train" else None) for split in data.sets}
     encoder.fit(functools.reduce(Statistics.merge, (s for s in gather(pass_.statistics) if s is not None)))
     encoder.know_kinds(data.sets["train"].schema)
+    notes: list[str] = []
     for table, its_origin in origins.items():
         counts = collect(pass_.counts[table]) if table in pass_.counts else None
         index = None
@@ -84,14 +84,14 @@ def survey(data: Data) -> Survey:
                 if counts is not None:
                     found[table] = _choose(recipe, counts, its_origin)
                 index = _index(found[table], encoder.settings[table].hot)
-                _tell(found[table], built=table not in known)
+                notes.append(_note(found[table], built=table not in known))
         encoder.set_vocabulary(table, *broadcast(index))
     items = None if pass_.items is None else collect(pass_.items)
     usage = _usage(data, pass_, found)
     frequencies = broadcast(None if items is None else Frequencies.from_counts(items))
     for counted in (*pass_.counts.values(), *([pass_.items] if pass_.items else [])):
         counted.close()
-    return Survey(usage, found, frequencies, counters)
+    return Survey(usage, found, frequencies, counters, notes)
 
 
 def vocabularies(
@@ -121,7 +121,8 @@ def vocabularies(
         facts = []
         for table in encoder.id_tables:
             settings, its_origin = encoder.settings[table], origin(recipe, encoder, data, table)
-            old = None if grow is None else Vocabulary.load(_grown_from(pathlib.Path(expand_path(grow)), its_origin))
+            grows = grow is not None and settings.ids == "hot_cold"
+            old = None if not grows else Vocabulary.load(_grown_from(pathlib.Path(expand_path(str(grow))), its_origin))
             make = Vocabulary.choose if old is None else old.grow
             path = vocabulary_path(recipe, its_origin)
             made = make(pass_.counts[table], path, its_origin, hot=settings.hot, min_count=settings.min_count)
@@ -187,16 +188,11 @@ def _index(vocabulary: Vocabulary, hot: int) -> tuple[np.ndarray, np.ndarray]:
     return np.pad(keys, (0, free), constant_values=np.iinfo(np.int64).max), np.pad(rows, (0, free), constant_values=-1)
 
 
-def _tell(vocabulary: Vocabulary, *, built: bool) -> None:
+def _note(vocabulary: Vocabulary, *, built: bool) -> str:
     share = vocabulary.hot_occurrences / vocabulary.occurrences if vocabulary.occurrences else 0.0
-    log.info(
-        "Table %s: %s hot ids (%.1f %% of its ids in training), %s cold ones; vocabulary %s %s",
-        vocabulary.about.origin.table,
-        f"{vocabulary.num_hot:,}",
-        100 * share,
-        f"{vocabulary.num_cold:,}",
-        "written to" if built else "reused from",
-        vocabulary.path,
+    return (
+        f"Table {vocabulary.about.origin.table}: {vocabulary.num_hot:,} hot ids ({share:.1%} of its ids in training), "
+        f"{vocabulary.num_cold:,} cold ones; vocabulary {'written to' if built else 'reused from'} {vocabulary.path}"
     )
 
 

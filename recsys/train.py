@@ -117,6 +117,11 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
         rows,
     )
     log.info("Tables: %s", kinds)
+    for note in learnt.notes:
+        log.info("%s", note)
+    for split, found in data.sets.items():
+        if found.skipped:
+            log.info("data.%s: not read, since they are no parquet files: %s", split, ", ".join(found.skipped))
     for split, counters in learnt.counters.items():
         for name, count in sorted(counters.items()):
             log.info("%s: %s %s", split, f"{count:,}", _MEANINGS[name.partition("/")[0]] % name.partition("/")[2])
