@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from recsys.distributed import agreed
+from recsys.encoder import Encoder
 from recsys.errors import UserError
-from recsys.ids import HASH
 
 _MARKER = "complete.json"
 _OTHER = "choose another checkpoint of the run, or train again"
 
 
-def save(folder: pathlib.Path, model: nn.Module, encoder: nn.Module, about: dict[str, Any]) -> None:
+def save(folder: pathlib.Path, model: nn.Module, encoder: Encoder, about: dict[str, Any]) -> None:
     """Write a checkpoint from all ranks.
 
     Args:
@@ -44,11 +44,13 @@ def save(folder: pathlib.Path, model: nn.Module, encoder: nn.Module, about: dict
     with agreed("checkpoint"):
         if dist.get_rank() == 0:
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-            text = json.dumps({**about, "hash": HASH, "entries": _sizes(state), "files": files}, indent=1)
+            text = json.dumps(
+                {**about, "encoder": encoder.versions, "entries": _sizes(state), "files": files}, indent=1
+            )
             (folder / _MARKER).write_text(text + "\n", encoding="utf-8")
 
 
-def load(folder: pathlib.Path, model: nn.Module, encoder: nn.Module) -> dict[str, Any]:
+def load(folder: pathlib.Path, model: nn.Module, encoder: Encoder) -> dict[str, Any]:
     """Read a checkpoint into a model of any plan and number of ranks; returns what `save` stored about it.
 
     Raises:
@@ -57,8 +59,13 @@ def load(folder: pathlib.Path, model: nn.Module, encoder: nn.Module) -> dict[str
     """
     with agreed(f"checkpoint {folder}"):
         about = read_about(folder)
-        if about["hash"] != HASH:
-            raise UserError("Its ids were hashed in another way", received=about["hash"], allowed=HASH, fix=_OTHER)
+        if about["encoder"] != encoder.versions:
+            raise UserError(
+                "It was trained on ids that were made in another way",
+                received=about["encoder"],
+                allowed=encoder.versions,
+                fix="install those versions, or train again",
+            )
         state = _state(model, encoder)
         expected, found = _sizes(state), about["entries"]
         problems = [
@@ -90,7 +97,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
         about = json.loads(marker.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r} is not a complete checkpoint", received=str(error), fix=_OTHER) from error
-    if not isinstance(about, dict) or not {"entries", "files", "hash", "step"} <= about.keys():
+    if not isinstance(about, dict) or not {"encoder", "entries", "files", "step"} <= about.keys():
         raise UserError(f"{str(marker)!r} is not what was saved", received=f"{str(about)[:80]}", fix=_OTHER)
     return about
 
@@ -100,7 +107,7 @@ def complete(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path.parent for path in folder.glob(f"step_[0-9]*/{_MARKER}"))
 
 
-def _state(model: nn.Module, encoder: nn.Module) -> dict[str, Any]:
+def _state(model: nn.Module, encoder: Encoder) -> dict[str, Any]:
     return {f"model/{k}": v for k, v in model.state_dict().items()} | {
         f"encoder/{k}": v for k, v in encoder.state_dict().items()
     }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recsys import ids
 from recsys.data import columns
-from recsys.data.column_types import id_kinds, mixed_tables, type_problems
+from recsys.data.column_types import id_kinds, id_places, mixed_places, type_problems
 from recsys.data.encoded import EncodedRows, Lists, offsets_of
 from recsys.data.id_values import IdReader, IdValues, Table, inside
 from recsys.errors import UserError, nearest
@@ -56,7 +56,8 @@ class Encoder(nn.Module):
         id_tables: Those whose ids have no range of their own, unlike parts of timestamps and buckets.
         numbers: Scales the numbers.
         policies: `table_NAME` -> raw keys to rows of that table.
-        kinds: (T,) what the ids of each table were stored as in the training data; 0 is not known.
+        kinds: What the ids of each table, and of each column of a cross, were stored as in the training data; 0 is not
+            known.
     """
 
     kinds: Tensor
@@ -93,7 +94,9 @@ class Encoder(nn.Module):
             name: shared[s.rows] if s.ids == "hashed" else ids.SmallIds(self.policy(name), self._dtype)
             for name, s in self.settings.items()
         }
-        self.register_buffer("kinds", torch.zeros(len(self.tables), dtype=torch.int8))
+        self._kind_places = tuple(dict.fromkeys(place for place, _ in id_places(recipe)))
+        self.register_buffer("kinds", torch.zeros(len(self._kind_places), dtype=torch.int8))
+        self.register_load_state_dict_post_hook(lambda module, _: module._forget())
         self._place_inputs()
 
     def policy(self, table: str) -> Any:
@@ -131,9 +134,8 @@ class Encoder(nn.Module):
 
     def know_kinds(self, schema: pa.Schema) -> None:
         """Remember what the training data stores the ids of each table as, text or integers."""
-        for table, kinds in id_kinds(self.inputs, schema).items():
-            if table in self.tables:
-                self.kinds[self.tables.index(table)] = _KINDS.index(next(iter(kinds)))
+        for place, kinds in id_kinds(self._recipe, schema).items():
+            self.kinds[self._kind_places.index(place)] = _KINDS.index(next(iter(kinds)))
 
     def set_vocabulary(self, table: str, keys: np.ndarray, rows: np.ndarray) -> None:
         """Take the hot ids of a `hot_cold` table: (hot,) sorted keys, (hot,) rows, filled up with rows of -1."""
@@ -142,11 +144,15 @@ class Encoder(nn.Module):
         policy.rows.copy_(torch.from_numpy(rows))
         self._small[table].forget()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in any module; rows that were remembered are forgotten."""
+    def _forget(self) -> None:
+        """Rows that were remembered may be others now."""
         for small in self._small.values():
             small.forget()
-        return super().load_state_dict(*args, **kwargs)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What rows depend on besides the recipe and the buffers: to be stored with a model and compared."""
+        return {"hash": ids.HASH, **self._reader.versions}
 
     # Checks.
 
@@ -180,9 +186,8 @@ class Encoder(nn.Module):
             schemas: Schemas of data sets, by the name that each has in a sentence. What the training data was is
                 known once `know_kinds` or a checkpoint has told it.
         """
-        inputs = [i for i in self.inputs if self.settings[i.table].ids != "exact"]
-        trained = {table: _KINDS[kind] for table, kind in zip(self.tables, self.kinds.tolist(), strict=True) if kind}
-        return list(mixed_tables(inputs, schemas, trained))
+        trained = {p: _KINDS[kind] for p, kind in zip(self._kind_places, self.kinds.tolist(), strict=True) if kind}
+        return list(mixed_places(self._recipe, schemas, trained))
 
     def check(self, table: Table, rows: np.ndarray, *, labelled: bool = True) -> None:
         """Check rows exactly as `encode` does, without encoding them."""
@@ -371,4 +376,6 @@ class Encoder(nn.Module):
 def _policy(settings: TableSettings) -> ids.Policy:
     if settings.ids == "hot_cold":
         return ids.HotColdIds(settings.hot, settings.cold, settings.cold_hashes)
-    return ids.ExactIds(settings.rows) if settings.ids == "exact" else ids.HashedIds(settings.rows)
+    if settings.ids == "exact":
+        return ids.ExactIds(settings.rows, clamp=settings.bad_ids == "clamp")
+    return ids.HashedIds(settings.rows)

@@ -127,6 +127,12 @@ class IdListFeature(Settings):
     keep: Keep = "newest"
     """Which end of a list that is too long stays: newest is the end, oldest the beginning."""
 
+    @pydantic.model_validator(mode="after")
+    def _weights_belong_to_columns(self) -> "IdListFeature":
+        if unknown := sorted(self.weights.keys() - set(self.columns)):
+            raise ValueError(f"weights are given for {unknown}. Allowed: {list(self.columns)}")
+        return self
+
     def id_inputs(self) -> Iterator[IdInput]:
         """One per column."""
         for column in self.columns:

@@ -109,15 +109,15 @@ def exact_rows(keys: Tensor, num_rows: int) -> Tensor:
 
 
 class ExactIds(nn.Module):
-    """Policy `exact`: ids 0 .. num_rows - 1 own their rows, any other is unknown."""
+    """Policy `exact`: ids 0 .. num_rows - 1 own their rows; any other is unknown, or with `clamp` the nearest one."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, *, clamp: bool = False) -> None:
         super().__init__()
-        self.num_rows = num_rows
+        self.num_rows, self.clamp = num_rows, clamp
 
     def forward(self, keys: Tensor) -> tuple[Tensor, None]:
         """(n,) int64 keys -> (n,) int64 rows."""
-        return exact_rows(keys, self.num_rows), None
+        return exact_rows(keys.clamp(0, self.num_rows - 1) if self.clamp else keys, self.num_rows), None
 
 
 class HashedIds(nn.Module):

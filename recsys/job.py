@@ -46,6 +46,10 @@ class Task(nn.Module):
 class Data:
     """The data sets of a recipe as seen by one rank, checked against what the recipe says of them.
 
+    Attributes:
+        sets: The data sets.
+        num_counted: Rows of the training set with a usable label; None: not known, taken for all.
+
     Raises:
         UserError: A file cannot be read, or columns are missing or of a wrong type; all problems at once.
     """
@@ -69,6 +73,7 @@ class Data:
             labelled: Whether the label column is there and read.
         """
         self.recipe, self.encoder, self.ranks, self.labelled = recipe, encoder, ranks, labelled
+        self.num_counted: int | None = None
         self.sets = {split: ParquetData(path) for split, path in (paths or recipe.paths).items()}
         problems = [
             p
@@ -128,7 +133,9 @@ class Data:
         step, rows = numbered[0], numbered[1].rows()
         by_rank = reader.rows_by_rank(step)
         batch = self.encoder.batch(rows)
-        batch.weights = rows.counted * (self.ranks.world_size / sum(by_rank))
+        # Rows without a usable label are missing in the mean, too, as many as there are on average.
+        num_rows = sum(by_rank) * (self.num_counted or 1) / (reader.data.num_rows if self.num_counted else 1)
+        batch.weights = rows.counted * (self.ranks.world_size / num_rows)
         if self.ranks.world_size > 1:
             batch.pad_bags(max(by_rank))
         return batch.pin_memory() if self.ranks.device.type == "cuda" else batch

@@ -37,7 +37,7 @@ class Statistics:
         low: (N,) smallest number; infinity where there are none.
         high: (N,) largest number; minus infinity where there are none.
         priority: (S,) int64, S <= 65536: what the sampled rows were chosen by, a hash of their position, in order.
-        sample: (N, S) numbers of those rows: the same rows however the data was divided.
+        sample: (Q, S) numbers of those rows in the last Q columns: the same rows however the data was divided.
     """
 
     count: np.ndarray
@@ -49,16 +49,17 @@ class Statistics:
     sample: np.ndarray
 
     @classmethod
-    def of(cls, numbers: np.ndarray, rows: np.ndarray) -> "Statistics":
-        """Statistics of (N, B) float64 numbers, NaN where missing, in (B,) rows of a data set."""
+    def of(cls, numbers: np.ndarray, rows: np.ndarray, num_sampled: int) -> "Statistics":
+        """Statistics of (N, B) float64 numbers, NaN where missing, in (B,) rows of a data set; the last Q sampled."""
         there = ~np.isnan(numbers)
         count = there.sum(axis=1)
         mean = np.where(there, numbers, 0).sum(axis=1) / np.maximum(count, 1)
         squares = np.square(np.where(there, numbers - mean[:, None], 0)).sum(axis=1)
         low = np.where(there, numbers, np.inf).min(axis=1, initial=np.inf)
         high = np.where(there, numbers, -np.inf).max(axis=1, initial=-np.inf)
-        priority = ids.mix(torch.from_numpy(np.asarray(rows, dtype=np.int64))).numpy()
-        return cls(count, mean, squares, low, high, *_lowest(priority, numbers))
+        priority = ids.mix(torch.tensor(rows if num_sampled else rows[:0], dtype=torch.int64)).numpy()
+        sample = numbers[len(numbers) - num_sampled :, : len(priority)]
+        return cls(count, mean, squares, low, high, *_lowest(priority, sample))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Statistics of both sets of rows together; the order of merging matters only to rounding."""
@@ -195,7 +196,8 @@ class Numbers(nn.Module):
     def measure(self, numbers: np.ndarray, rows: np.ndarray) -> Statistics:
         """Statistics of what `read` gave for (B,) rows of a data set."""
         dense = torch.from_numpy(numbers[: self.num_dense]).t()
-        return Statistics.of(np.concatenate([self._transformed(dense).t(), numbers[self.num_dense :]]), rows)
+        transformed = np.concatenate([self._transformed(dense).t(), numbers[self.num_dense :]])
+        return Statistics.of(transformed, rows, len(numbers) - self.num_dense)
 
     def fit(self, statistics: Statistics) -> None:
         """Take scale and bucket limits from the training data; a constant column is divided by 1."""
@@ -211,7 +213,7 @@ class Numbers(nn.Module):
             self.shift[n] = shift
             self.scale[n] = scale if scale > _ROUNDING * abs(shift) else 1.0
         for number, feature in enumerate(self._features[self.num_dense :]):
-            sample = statistics.sample[self.num_dense + number]
+            sample = statistics.sample[number]
             sample = np.sort(sample[~np.isnan(sample)])
             first = len(sample) * np.arange(1, feature.buckets) // feature.buckets
             edges = sample[first] if len(sample) else np.zeros(feature.buckets - 1)

@@ -29,3 +29,22 @@ def _with_home(path: str, fix: str) -> pathlib.Path:
         return pathlib.Path(path).expanduser()
     except RuntimeError as error:
         raise UserError("The home folder that a path begins with is not known", received=path, fix=fix) from error
+
+
+def require_writable(path: pathlib.Path, data: pathlib.Path) -> None:
+    """Find out before the work whether its result can be stored, and that it does not land in the data."""
+    whole = path.absolute().parent.resolve() / path.name
+    if data.resolve() in (whole, whole.parent):
+        raise UserError(
+            f"{str(path)!r} is part of the data that is read",
+            received=str(data),
+            allowed="a file outside of it",
+            fix="name another file",
+        )
+    if not path.name or path.is_dir() or not whole.parent.is_dir():
+        raise UserError(
+            f"{str(path)!r} cannot be written",
+            received="a folder" if path.is_dir() else f"no such folder: {whole.parent}",
+            allowed="a file in a folder that exists",
+            fix="make the folder, or name another file",
+        )

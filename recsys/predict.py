@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +19,12 @@ from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.frequencies import Frequencies
 from recsys.job import Data, Job, assemble
+from recsys.paths import require_writable
 from recsys.recipe import PREDICTION
 from recsys.run_folder import RunFolder
-from recsys.survey import check
+from recsys.survey import check, describe
+
+log = logging.getLogger("recsys")
 
 _WRITE_BATCH_ROWS = 65_536
 
@@ -35,7 +39,8 @@ def evaluate(run: str, *, data_path: str | None = None, json_path: str | None = 
     """
     with _loaded(run, data_path, json_path, labelled=True) as (job, data):
         folder, _ = RunFolder.open(run)
-        items = Frequencies.read(folder.item_counts) if folder.item_counts.exists() else None
+        with agreed("item counts"):
+            items = Frequencies.read(folder.item_counts) if folder.item_counts.exists() else None
         found = broadcast(scoring.evaluate(job.task, data, "test", items))
         result = {**found.metrics, "slices": found.slices, "traffic": found.traffic}
         with agreed("--json"):
@@ -78,35 +83,17 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
     with process_group(device, threads=recipe.train.threads_per_rank) as ranks:
         with agreed("output"):
             if target is not None and ranks.rank == 0:
-                _require_writable(pathlib.Path(target), pathlib.Path(data_path))
+                require_writable(pathlib.Path(target), pathlib.Path(data_path))
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks, {"test": data_path}, labelled=labelled)
-        check(data)
+        for sentence in describe(check(data)):
+            log.info("%s", sentence)
         job = assemble(recipe, ranks, encoder)
         checkpoint.load(path, job.task, encoder)
         with agreed("data"):
             if problems := encoder.kind_problems({str(data_path): data.sets["test"].schema}):
                 raise UserError.collect("The data does not fit the model", problems)
         yield job, data
-
-
-def _require_writable(path: pathlib.Path, data: pathlib.Path) -> None:
-    """Find out before the work whether its result can be stored, and that it does not land in the data."""
-    whole = path.absolute().parent.resolve() / path.name
-    if data.resolve() in (whole, whole.parent):
-        raise UserError(
-            f"{str(path)!r} is part of the data that is read",
-            received=str(data),
-            allowed="a file outside of it",
-            fix="name another file",
-        )
-    if not path.name or path.is_dir() or not whole.parent.is_dir():
-        raise UserError(
-            f"{str(path)!r} cannot be written",
-            received="a folder" if path.is_dir() else f"no such folder: {whole.parent}",
-            allowed="a file in a folder that exists",
-            fix="make the folder, or name another file",
-        )
 
 
 def _write(data: ParquetData, keys: list[str], probs: np.ndarray, output: pathlib.Path) -> None:

@@ -255,13 +255,16 @@ class Recipe(Settings):
             if len(set(dims.values())) > 1:
                 yield f"tables: deepfm multiplies vectors with each other, so all need one `dim`. Received: {dims}"
 
+    def _attends_to(self, table: str) -> bool:
+        """Whether the model reads the vectors of a table one by one."""
+        return self.model.attends and any(
+            isinstance(i.feature, HistoryFeature) for i in self.id_inputs if i.table == table
+        )
+
     def _sharding_problems(self, tables: set[str]) -> Iterator[str]:
-        histories = [f for f in self.features if isinstance(f, HistoryFeature)]
-        tables_of = {i.name: i.table for i in self.id_inputs}
-        attended = {tables_of.get(t) for f in histories for t in f.of.values()} if self.model.attends else set()
         for name in sorted(tables):
             sharding = self.table_settings(name).sharding
-            if sharding == "data_parallel" and name in attended:
+            if sharding == "data_parallel" and self._attends_to(name):
                 yield (
                     f"tables.{name}.sharding: TorchRec cannot replicate the table of a history. "
                     "Received: data_parallel. Allowed: auto, row_wise, table_wise, column_wise"
@@ -286,15 +289,22 @@ class Recipe(Settings):
                 yield (
                     f"tables.{i.table}.cold: two hashes need a row each. Received: {settings.cold}. Allowed: 2 and more"
                 )
-            if i.weights and i.name in self.layout.sequence:
+            if i.weights and self._attends_to(i.table):
                 yield (
                     f"features: {i.name!r} has weights and shares its table with a history, whose vectors the model "
                     "reads one by one. Do: give it another `table`"
                 )
-        for feature in self.features:
-            unknown = set(getattr(feature, "weights", ())) - set(getattr(feature, "columns", ()))
-            if unknown:
-                yield f"features: weights are given for {sorted(unknown)}, which this feature does not read"
+        for table in sorted({i.table for i in self.id_inputs}):
+            kinds = {i.feature.kind for i in self.id_inputs if i.table == table}
+            fixed = [i.name for i in self.id_inputs if i.table == table and i.num_rows is not None]
+            if fixed and len(kinds) > 1:
+                yield f"features: the table of {fixed[0]!r} cannot be shared. Do: give the others another `table`"
+            raw = {i.raw for i in self.id_inputs if i.table == table}
+            if self.table_settings(table).ids == "hot_cold" and len(raw) > 1:
+                yield (
+                    f"tables.{table}.ids: ids of the data and ids made of them are not counted together. "
+                    "Received: hot_cold. Do: give the tokens or crosses another `table`, or set ids to hashed"
+                )
 
     @functools.cached_property
     def id_inputs(self) -> tuple[IdInput, ...]:

@@ -26,13 +26,21 @@ from recsys.features import IdInput
 from recsys.frequencies import Frequencies
 from recsys.job import Data
 from recsys.numbers import Statistics
-from recsys.paths import data_home, expand_path
-from recsys.recipe import RESERVED_ROWS, Recipe, Split
+from recsys.paths import data_home, expand_path, require_writable
+from recsys.recipe import RESERVED_ROWS, Recipe, Split, TableSettings
 from recsys.usage import TableUsage
 from recsys.vocabulary import Origin, Vocabulary
 
 _SCAN_BATCH_ROWS = 65_536  # large reads: the scan is bound by decoding
+_MOST_ROWS, _FEWEST_ROWS = 2**22, 2**16  # whose use is tracked: of all tables together, and at least of each
 _FEWEST_IDS = 100_000  # in memory for each table that is counted, however many there are
+_MEANINGS = {
+    "cut": "lists of %r are over max_length and cut",
+    "unknown": "ids of %r lie outside their table and read the row for unknown ids",
+    "clamped": "ids of %r lie outside their table and read the row of the nearest id",
+    "filled": "numbers of %r are missing and filled",
+    "skipped": "rows have no usable %r and do not count",
+}
 _NO_KEYS = np.zeros(1, dtype=np.int64)
 
 
@@ -41,7 +49,7 @@ class Survey:
     """What there is to know.
 
     Attributes:
-        tables: Table -> its use in the training data, as in metrics.json.
+        tables: Table -> its use in the training data, as in metrics.json; those of vocabularies on rank 0 only.
         vocabularies: Vocabulary of each `hot_cold` table, on rank 0 only.
         items: How often each id of the item column occurs in the training data; None: there is no such column.
         counters: What was cut and replaced in each split, as `Encoder.counters`, of all ranks.
@@ -73,6 +81,15 @@ def survey(data: Data) -> Survey:
     known = broadcast(set(found))
     pass_ = _Pass(encoder, set(origins) - known, recipe.item)
     counters = {split: _scan(data, split, pass_ if split == "train" else None) for split in data.sets}
+    data.num_counted = data.sets["train"].num_rows - counters["train"][f"skipped/{recipe.data.label}"]
+    if not data.num_counted:
+        raise UserError("No row of the training data has a usable label", allowed="0 or 1", fix="correct data.label")
+    stale = _stale(data, pass_, found)
+    if stale:
+        known -= stale
+        again = _Pass(encoder, stale, None)
+        _scan(data, "train", again)
+        pass_.counts |= again.counts
     encoder.fit(functools.reduce(Statistics.merge, (s for s in gather(pass_.statistics) if s is not None)))
     encoder.know_kinds(data.sets["train"].schema)
     notes: list[str] = []
@@ -84,11 +101,15 @@ def survey(data: Data) -> Survey:
                 if counts is not None:
                     found[table] = _choose(recipe, counts, its_origin)
                 index = _index(found[table], encoder.settings[table].hot)
-                notes.append(_note(found[table], built=table not in known))
+                notes += _notes(found[table], encoder.settings[table], built=table not in known)
         encoder.set_vocabulary(table, *broadcast(index))
     items = None if pass_.items is None else collect(pass_.items)
     usage = _usage(data, pass_, found)
-    frequencies = broadcast(None if items is None else Frequencies.from_counts(items))
+    frequencies = None
+    with agreed("item counts"):
+        if items is not None:
+            frequencies = Frequencies.from_counts(items)
+    frequencies = broadcast(frequencies)
     for counted in (*pass_.counts.values(), *([pass_.items] if pass_.items else [])):
         counted.close()
     return Survey(usage, found, frequencies, counters, notes)
@@ -101,7 +122,7 @@ def vocabularies(
 
     Args:
         recipe: Names data, tables and features. Tables with another policy than `hot_cold` are counted all the same,
-            to tell what it would give them.
+            to tell what it would give them; but not those that hold both ids of the data and tokens or crosses.
         output: Folder to write; None: where training looks for it.
         grow: Folder of vocabularies, or run, whose hot ids keep their rows.
         json_path: Where the figures are also written.
@@ -113,13 +134,18 @@ def vocabularies(
         raise UserError("A vocabulary that grows needs a folder of its own", fix="name one with --output")
     if output is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"vocabulary": output})})
+    if json_path is not None:
+        require_writable(pathlib.Path(json_path), pathlib.Path(recipe.paths["train"]))
     with process_group("cpu", threads=recipe.train.threads_per_rank) as ranks:
+        if ranks.world_size > 1:
+            raise UserError("Vocabularies are counted by one process", received=f"{ranks.world_size} ranks")
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks, {"train": recipe.paths["train"]})
-        pass_ = _Pass(encoder, encoder.id_tables, None)
+        tables = [t for t in encoder.id_tables if len({i.raw for i in encoder.inputs if i.table == t}) == 1]
+        pass_ = _Pass(encoder, tables, None)
         _scan(data, "train", pass_)
         facts = []
-        for table in encoder.id_tables:
+        for table in tables:
             settings, its_origin = encoder.settings[table], origin(recipe, encoder, data, table)
             grows = grow is not None and settings.ids == "hot_cold"
             old = None if not grows else Vocabulary.load(_grown_from(pathlib.Path(expand_path(str(grow))), its_origin))
@@ -141,10 +167,10 @@ def _grown_from(folder: pathlib.Path, its_origin: Origin) -> pathlib.Path:
 def origin(recipe: Recipe, encoder: Encoder, data: Data, table: str) -> Origin:
     """What the ids of a table are counted in."""
     read = {
-        i.name: [list(i.columns), i.max_length, i.newest, i.feature.model_dump(mode="json") if not i.raw else None]
+        i.name: [list(i.columns), i.max_length, i.newest, None if i.raw else i.feature.model_dump(mode="json")]
         for i in encoder.inputs
         if i.table == table
-    }
+    } | ({} if all(i.raw for i in encoder.inputs if i.table == table) else {"versions": encoder.versions})
     return Origin(table, data.sets["train"].fingerprint(), dict(sorted(read.items())))
 
 
@@ -152,19 +178,51 @@ def vocabulary_path(recipe: Recipe, its_origin: Origin) -> pathlib.Path:
     """Where the vocabulary of a table stands, or will."""
     if recipe.data.vocabulary is not None:
         return its_origin.path(pathlib.Path(), pathlib.Path(expand_path(recipe.data.vocabulary)))
-    return its_origin.path(data_home() / "vocabularies")
+    settings, path = recipe.table_settings(its_origin.table), its_origin.path(data_home() / "vocabularies")
+    return path.parent / f"hot{settings.hot}-min{settings.min_count}" / path.name
 
 
 def _existing(recipe: Recipe, its_origin: Origin) -> Vocabulary | None:
-    """The vocabulary that fits the data; in the data cache, one with other numbers of hot ids is chosen anew."""
-    path = vocabulary_path(recipe, its_origin)
-    if not path.exists():
+    """The vocabulary of the data; in the data cache, one with other numbers of hot ids gives its counts."""
+    path, settings = vocabulary_path(recipe, its_origin), recipe.table_settings(its_origin.table)
+    if path.exists():
+        return Vocabulary.load(path, its_origin)
+    others = sorted(path.parent.parent.glob(f"*/{path.name}")) if recipe.data.vocabulary is None else []
+    if not others:
         return None
-    vocabulary, settings = Vocabulary.load(path, its_origin), recipe.table_settings(its_origin.table)
-    wanted = (settings.hot, settings.min_count)
-    if recipe.data.vocabulary is not None or wanted == (vocabulary.about.hot, vocabulary.about.min_count):
-        return vocabulary
-    return vocabulary.rechoose(hot=settings.hot, min_count=settings.min_count)
+    return Vocabulary.load(others[0], its_origin).rechoose(hot=settings.hot, min_count=settings.min_count, path=path)
+
+
+def _stale(data: Data, pass_: "_Pass", found: dict[str, Vocabulary]) -> set[str]:
+    """Tables whose vocabulary does not hold the very ids of the training data, though its files look the same.
+
+    Raises:
+        UserError: It is one that the user named; on all ranks.
+    """
+    sums = {table: sum(parts) % 2**64 for table, parts in _by_table(gather(pass_.sums)).items()}
+    stale: set[str] = set()
+    with agreed("vocabulary"):
+        for table, vocabulary in found.items():
+            expected = sum(_sum(run.keys, run.counts) for run in vocabulary.parts()) % 2**64
+            if expected != sums.get(table, expected):
+                stale.add(table)
+        if stale and data.recipe.data.vocabulary is not None:
+            raise UserError(
+                "The vocabulary was counted in other training data",
+                received=f"other ids in the tables {sorted(stale)}",
+                fix="grow it: recsys vocab RECIPE --grow OLD --output NEW",
+            )
+    return broadcast(stale)
+
+
+def _by_table(parts: list[dict[str, int]]) -> dict[str, list[int]]:
+    return {table: [part[table] for part in parts] for table in parts[0]}
+
+
+def _sum(keys: np.ndarray, counts: np.ndarray | None = None) -> int:
+    """A number for a multiset of ids, whatever their order; that of two together is the sum, modulo 2^64."""
+    mixed = ids.mix(torch.from_numpy(keys))
+    return int((mixed if counts is None else mixed * torch.from_numpy(counts)).sum())
 
 
 def _choose(recipe: Recipe, counts: IdCounts, its_origin: Origin) -> Vocabulary:
@@ -188,12 +246,27 @@ def _index(vocabulary: Vocabulary, hot: int) -> tuple[np.ndarray, np.ndarray]:
     return np.pad(keys, (0, free), constant_values=np.iinfo(np.int64).max), np.pad(rows, (0, free), constant_values=-1)
 
 
-def _note(vocabulary: Vocabulary, *, built: bool) -> str:
+def _notes(vocabulary: Vocabulary, settings: TableSettings, *, built: bool) -> list[str]:
     share = vocabulary.hot_occurrences / vocabulary.occurrences if vocabulary.occurrences else 0.0
-    return (
+    about = vocabulary.about
+    notes = [
         f"Table {vocabulary.about.origin.table}: {vocabulary.num_hot:,} hot ids ({share:.1%} of its ids in training), "
         f"{vocabulary.num_cold:,} cold ones; vocabulary {'written to' if built else 'reused from'} {vocabulary.path}"
-    )
+    ]
+    if (about.hot, about.min_count) != (settings.hot, settings.min_count):
+        notes.append(
+            f"Table {about.origin.table}: its vocabulary was chosen with hot {about.hot:,}, min_count "
+            f"{about.min_count}, not with {settings.hot:,} and {settings.min_count} as in the recipe"
+        )
+    return notes
+
+
+def describe(counters: dict[Split, collections.Counter[str]]) -> Iterator[str]:
+    """What was cut, replaced and left out, in sentences."""
+    for split, counter in counters.items():
+        for name, count in sorted(counter.items()):
+            kind, _, what = name.partition("/")
+            yield f"{split}: {count:,} {_MEANINGS[kind] % what}"
 
 
 def _scan(data: Data, split: Split, pass_: "_Pass | None") -> collections.Counter[str]:
@@ -216,7 +289,9 @@ class _Pass:
         self.statistics: Statistics | None = None
         limit = max(_FEWEST_IDS, LIMIT // max(len(counted), 1))
         self.counts = {table: IdCounts(limit=limit) for table in counted}
-        self.items = None if item is None else IdCounts()
+        self.items = None if item is None else IdCounts(limit=limit)
+        hot_cold = [t for t in encoder.id_tables if encoder.settings[t].ids == "hot_cold"]
+        self.sums = {table: 0 for table in hot_cold if table not in self.counts}
         self.usage = {t: new_usage(encoder, t) for t in encoder.id_tables if encoder.settings[t].ids != "hot_cold"}
 
     def add(self, table: pa.Table, rows: np.ndarray, values: Iterator[tuple[IdInput, IdValues]]) -> None:
@@ -224,6 +299,8 @@ class _Pass:
             if i.table in self.counts:
                 present = None if found.missing is None else ~found.missing
                 self.counts[i.table].add(found.keys, found.raw, present)
+            elif i.table in self.sums:
+                self.sums[i.table] += _sum(found.keys if found.missing is None else found.keys[~found.missing])
             elif i.table in self.usage:
                 self.usage[i.table].add(self._encoder.table_rows(i, found)[0].numpy().astype(np.int64), found.keys)
         numbers = self._encoder.numbers.read(table, rows, collections.Counter())
@@ -237,7 +314,12 @@ class _Pass:
 def new_usage(encoder: Encoder, table: str) -> TableUsage:
     """A tracker of the rows of a table."""
     settings = encoder.settings[table]
-    return TableUsage(settings.id_rows + RESERVED_ROWS, hot=settings.own_rows, cold_hashes=settings.num_hashes)
+    return TableUsage(
+        settings.id_rows + RESERVED_ROWS,
+        hot=settings.own_rows,
+        cold_hashes=settings.num_hashes,
+        max_tracked_rows=max(_FEWEST_ROWS, _MOST_ROWS // len(encoder.id_tables)),
+    )
 
 
 def _usage(data: Data, pass_: _Pass, vocabularies: dict[str, Vocabulary]) -> dict[str, dict[str, Any]]:
@@ -247,12 +329,13 @@ def _usage(data: Data, pass_: _Pass, vocabularies: dict[str, Vocabulary]) -> dic
         if table in pass_.usage:
             usage = pass_.usage[table]
             usage.merge_ranks()
-        else:
+            found[table] = usage.as_dict()
+    with agreed("use of tables"):
+        for table, vocabulary in vocabularies.items():
             usage = new_usage(encoder, table)
-            if data.ranks.rank == 0:
-                _add_vocabulary(usage, encoder, vocabularies[table])
-        found[table] = {"policy": encoder.settings[table].ids, **usage.as_dict()}
-    return found
+            _add_vocabulary(usage, encoder, vocabulary)
+            found[table] = usage.as_dict()
+    return {t: {"policy": encoder.settings[t].ids, **found[t]} for t in encoder.id_tables if t in found}
 
 
 def _add_vocabulary(usage: TableUsage, encoder: Encoder, vocabulary: Vocabulary) -> None:

@@ -26,17 +26,9 @@ from recsys.layers.norm import average_statistics
 from recsys.progress import Reporter
 from recsys.recipe import Recipe, Split
 from recsys.run_folder import RunFolder, environment
-from recsys.survey import Survey, survey
+from recsys.survey import Survey, describe, survey
 
 log = logging.getLogger("recsys")
-
-_MEANINGS = {
-    "cut": "lists of %r are over max_length and cut",
-    "unknown": "ids of %r lie outside their table and read the row for unknown ids",
-    "clamped": "ids of %r lie outside their table and read the row of the nearest id",
-    "filled": "numbers of %r are missing and filled",
-    "skipped": "rows have no usable %r and do not count",
-}
 
 
 @dataclasses.dataclass
@@ -122,9 +114,8 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
     for split, found in data.sets.items():
         if found.skipped:
             log.info("data.%s: not read, since they are no parquet files: %s", split, ", ".join(found.skipped))
-    for split, counters in learnt.counters.items():
-        for name, count in sorted(counters.items()):
-            log.info("%s: %s %s", split, f"{count:,}", _MEANINGS[name.partition("/")[0]] % name.partition("/")[2])
+    for sentence in describe(learnt.counters):
+        log.info("%s", sentence)
 
 
 class _Training:

@@ -57,7 +57,7 @@ def table_of(values: dict[str, list], **types: pa.DataType) -> pa.Table:
 def fitted(used: Recipe) -> Encoder:
     encoder = Encoder(used)
     count, none = np.array([3, 3]), np.zeros(0, dtype=np.int64)
-    encoder.fit(Statistics(count, np.array([3.0, 45.0]), np.array([30.0, 300.0]), count, count, none, np.zeros((2, 0))))
+    encoder.fit(Statistics(count, np.array([3.0, 45.0]), np.array([30.0, 300.0]), count, count, none, np.zeros((0, 0))))
     return encoder
 
 

@@ -180,11 +180,13 @@ def test_statistics_merge_to_those_of_all_rows_in_any_order():
     numbers = rng.normal(1e7, [[1], [1000]], size=(2, 999))
     rows = np.arange(999)
     cuts = [0, 1, 100, 100, 950]
-    parts = [Statistics.of(*pair) for pair in zip(np.split(numbers, cuts, axis=1), np.split(rows, cuts), strict=True)]
+    parts = [
+        Statistics.of(*pair, 1) for pair in zip(np.split(numbers, cuts, axis=1), np.split(rows, cuts), strict=True)
+    ]
     random.Random(0).shuffle(parts)
     merged = functools.reduce(Statistics.merge, parts)
     assert merged.count.tolist() == [999, 999]
-    whole = Statistics.of(numbers, rows)
+    whole = Statistics.of(numbers, rows, 1)
     assert (merged.low == numbers.min(axis=1)).all()
     assert (merged.high == numbers.max(axis=1)).all()
     assert (merged.priority == whole.priority).all()

@@ -1,6 +1,6 @@
 """Which Arrow types columns may have, and in what words data is refused that does not fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -60,49 +60,57 @@ def _id_problems(recipe: Recipe, i: IdInput, kind: pa.DataType) -> Iterator[str]
         )
 
 
-def id_kinds(inputs: Sequence[IdInput], schema: pa.Schema) -> dict[str, dict[str, list[str]]]:
-    """Table -> what its ids are stored as, `text` or `integers` -> the columns that do so.
+def id_places(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(place, column) for all raw ids: the columns of one place must store the same ids in the same way.
 
-    Each column of a cross stands by itself, under `TABLE, column COLUMN`.
+    Places are tables, single columns of crosses, and the item column.
     """
-    kinds: dict[str, dict[str, list[str]]] = {}
-    for i in inputs:
+    for i in recipe.id_inputs:
         for column in i.columns if i.raw or isinstance(i.feature, CrossFeature) else ():
-            table = i.table if i.raw else f"{i.table}, column {column}"
-            for index in schema.get_all_field_indices(column):
-                if (kind := columns.id_kind(schema.field(index).type)) is not None:
-                    kinds.setdefault(table, {}).setdefault(kind, []).append(column)
+            yield f"table {i.table!r}" if i.raw else f"cross {i.name!r}, column {column!r}", column
+    if recipe.item is not None:
+        yield f"item column {recipe.item!r}", recipe.item
+
+
+def id_kinds(recipe: Recipe, schema: pa.Schema) -> dict[str, dict[str, list[str]]]:
+    """Place -> what its ids are stored as, `text` or `integers` -> the columns that do so."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for place, column in id_places(recipe):
+        for index in schema.get_all_field_indices(column):
+            if (kind := columns.id_kind(schema.field(index).type)) is not None:
+                kinds.setdefault(place, {}).setdefault(kind, []).append(column)
     return kinds
 
 
-def mixed_tables(
-    inputs: Sequence[IdInput], schemas: Mapping[str, pa.Schema], trained: Mapping[str, str] | None = None
+def mixed_places(
+    recipe: Recipe, schemas: Mapping[str, pa.Schema], trained: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A sentence for each table whose ids are text in one place and integers in another.
+    """A sentence for each place whose ids are text here and integers there.
 
     Text is hashed and integers are their own key, so that the same id would be two rows.
 
     Args:
-        inputs: Those of the tables in question; exact tables take no text.
+        recipe: Names tables and columns; exact tables take no text.
         schemas: Schemas of data sets by the name that each has in a sentence.
-        trained: What the ids of a table were when its model was trained, where that is known.
+        trained: What the ids of a place were when its model was trained, where that is known.
     """
-    places: dict[str, dict[str, dict[str, list[str]]]] = {}
-    for place, schema in schemas.items():
-        for table, kinds in id_kinds(inputs, schema).items():
+    exact = {f"table {i.table!r}" for i in recipe.id_inputs if recipe.table_settings(i.table).ids == "exact"}
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for data, schema in schemas.items():
+        for place, kinds in id_kinds(recipe, schema).items():
             for kind, names in kinds.items():
                 for name in names:
-                    places.setdefault(table, {}).setdefault(kind, {}).setdefault(name, []).append(place)
-    for table, found in places.items():
+                    found.setdefault(place, {}).setdefault(kind, {}).setdefault(name, []).append(data)
+    for place in sorted(found.keys() - exact):
         where = {
             kind: [f"{name!r} in {', '.join(dict.fromkeys(at))}" for name, at in names.items()]
-            for kind, names in found.items()
+            for kind, names in found[place].items()
         }
-        if trained and table in trained:
-            where.setdefault(trained[table], []).append("the training data")
+        if trained and place in trained:
+            where.setdefault(trained[place], []).append("the training data")
         if len(where) > 1:
             received = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in sorted(where.items()))
             yield (
-                f"table {table!r}: an id stored as text and the same id stored as an integer never match. "
-                f"Received: {received}. Do: store the ids of a table in one way everywhere"
+                f"{place}: an id stored as text and the same id stored as an integer never match. "
+                f"Received: {received}. Do: store these ids in one way everywhere"
             )

@@ -69,6 +69,11 @@ class IdReader:
             if isinstance(f, TextFeature) and f not in self._tokenizers:
                 self._tokenizers[f] = Tokenizer(f.tokens, segmenter=f.segmenter, ngram=f.ngram, max_length=f.max_length)
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """What the tokens of texts depend on."""
+        return {f"text.{k}": v for t in self._tokenizers.values() for k, v in t.versions().items()}
+
     def read(self, table: Table, rows: np.ndarray, counters: Counters) -> Iterator[tuple[IdInput, IdValues]]:
         """Each input with its ids, in order.
 

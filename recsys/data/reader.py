@@ -221,8 +221,8 @@ class Step(Generic[R]):
 class _Stream(Generic[R]):
     """Rows in the order of their windows' permutations, out of blocks in the order of the files.
 
-    While one window is used up, the next is filled at the same pace: no step waits for a whole window, and two
-    windows are the most that is held.
+    While one window is used up, the next is filled at the same pace, so that no step waits for a whole window. Three
+    windows are the most that is held: when one is put together of its blocks, steps of the last one may still wait.
 
     Args:
         blocks: All blocks of all windows, each with its window.
