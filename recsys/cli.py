@@ -75,9 +75,12 @@ def vocab(
     from recsys.survey import vocabularies
 
     console = Console()
-    for found in vocabularies(_load(recipe, overrides), output=output, grow=grow, json_path=json):
+    all_found = vocabularies(_load(recipe, overrides), output=output, grow=grow, json_path=json)
+    if not all_found:
+        print("Nothing was counted: the ids of all tables have a fixed range, or are of several kinds")
+    for found in all_found:
         console.print(report(found))
-        console.print(f"Written to {found['path']}\n", soft_wrap=True)
+        console.print(f"Written to {found['path']}\n", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -212,11 +215,12 @@ def _is_first() -> bool:
 
 def _print_metrics(by_split: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from recsys.metrics import METRICS
 
-    table = Table("metric", *by_split)
+    table = Table("metric", *map(escape, by_split))
     for name in METRICS:
         values = [found[name] for found in by_split.values()]
         table.add_row(

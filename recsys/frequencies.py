@@ -99,7 +99,10 @@ class Frequencies:
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             found = cls(*(table.column(name).to_numpy() for name in ("key", "count")))
-            if not (found.keys.dtype == found.counts.dtype == np.int64 and (found.keys[1:] > found.keys[:-1]).all()):
+            if (
+                not (found.keys.dtype == found.counts.dtype == np.int64 and (found.keys[1:] > found.keys[:-1]).all())
+                or (found.counts < 0).any()
+            ):
                 raise ValueError("its columns key (sorted, each once) and count are not int64")
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise UserError(
@@ -200,12 +203,13 @@ def _steps(last: int) -> Iterator[int]:
 def report(facts: dict[str, Any]) -> "RenderableType":
     """What `Vocabulary.as_dict` tells, as tables that a rich console prints."""
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
     def percent(share: float | None) -> str:
         return "undefined" if share is None else f"{share:.2%}"
 
-    summary = Table("table", facts["table"])
+    summary = Table("table", escape(facts["table"]))
     for name, value in {
         "distinct ids": f"{facts['distinct']:,}",
         "occurrences": f"{facts['occurrences']:,}",

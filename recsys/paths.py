@@ -33,7 +33,10 @@ def _with_home(path: str, fix: str) -> pathlib.Path:
 
 def require_writable(path: pathlib.Path, data: pathlib.Path) -> None:
     """Find out before the work whether its result can be stored, and that it does not land in the data."""
-    whole = path.absolute().parent.resolve() / path.name
+    try:
+        whole, is_folder = path.absolute().parent.resolve() / path.name, path.is_dir()
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written", received=str(error), fix="name another file") from error
     if data.resolve() in (whole, whole.parent):
         raise UserError(
             f"{str(path)!r} is part of the data that is read",
@@ -41,10 +44,11 @@ def require_writable(path: pathlib.Path, data: pathlib.Path) -> None:
             allowed="a file outside of it",
             fix="name another file",
         )
-    if not path.name or path.is_dir() or not whole.parent.is_dir():
+    if not path.name or is_folder or not os.access(whole.parent, os.W_OK | os.X_OK):
+        reason = "no right to write in" if whole.parent.is_dir() else "no such folder:"
         raise UserError(
             f"{str(path)!r} cannot be written",
-            received="a folder" if path.is_dir() else f"no such folder: {whole.parent}",
-            allowed="a file in a folder that exists",
+            received="a folder" if is_folder else f"{reason} {whole.parent}",
+            allowed="a file in a folder that exists and may be written to",
             fix="make the folder, or name another file",
         )

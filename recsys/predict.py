@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 import torch
 
 from recsys import checkpoint, scoring
+from recsys.data import columns
 from recsys.data.parquet import ParquetData
 from recsys.distributed import agreed, alike_on_host, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
-from recsys.frequencies import Frequencies
+from recsys.frequencies import Frequencies, written_aside
 from recsys.job import Data, Job, assemble
 from recsys.paths import require_writable
 from recsys.recipe import PREDICTION
@@ -45,7 +46,8 @@ def evaluate(run: str, *, data_path: str | None = None, json_path: str | None = 
         result = {**found.metrics, "slices": found.slices, "traffic": found.traffic}
         with agreed("--json"):
             if json_path is not None and job.ranks.rank == 0:
-                pathlib.Path(json_path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                with written_aside(pathlib.Path(json_path)) as aside:
+                    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         return result
 
 
@@ -64,7 +66,15 @@ def predict(run: str, *, data_path: str, output: str) -> int:
         scores = scoring.score(job.task, data, data.reader("test"))
         with agreed("--output"):
             if scores is not None:
-                keys = [key for key in job.recipe.key_columns if key in data.sets["test"].schema.names]
+                if not np.isfinite(scores.logits).all():
+                    raise UserError(
+                        "The model's scores are not finite",
+                        received=f"row {int(np.argmin(np.isfinite(scores.logits)))}",
+                        fix="look for numbers far outside those of the training data",
+                    )
+                schema = data.sets["test"].schema
+                keys = [key for key in job.recipe.key_columns if len(schema.get_all_field_indices(key)) == 1]
+                keys = [key for key in keys if columns.is_id(schema.field(key).type)]
                 _write(data.sets["test"], keys, scoring.probabilities(scores.logits), pathlib.Path(output))
         return data.sets["test"].num_rows
 
@@ -98,15 +108,13 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
 
 def _write(data: ParquetData, keys: list[str], probs: np.ndarray, output: pathlib.Path) -> None:
     """Copy the key columns file by file beside the probabilities, then move the whole file into place."""
-    aside = output.with_name(f".{output.name}.partial")
     schema = pa.schema([*(data.schema.field(key) for key in keys), pa.field(PREDICTION, pa.float64())])
     start = 0
-    with pq.ParquetWriter(aside, schema) as writer:
+    with written_aside(output) as aside, pq.ParquetWriter(aside, schema) as writer:
         for file in data.files:
             for rows in pq.ParquetFile(file).iter_batches(_WRITE_BATCH_ROWS, columns=keys):
                 part = pa.array(probs[start : start + rows.num_rows])
-                columns = [rows.column(key).cast(data.schema.field(key).type) for key in keys]
-                writer.write_batch(pa.record_batch([*columns, part], schema=schema))
+                copied = [rows.column(key).cast(data.schema.field(key).type) for key in keys]
+                writer.write_batch(pa.record_batch([*copied, part], schema=schema))
                 start += rows.num_rows
-    assert start == len(probs), "one probability per input row"
-    aside.replace(output)
+        assert start == len(probs), "one probability per input row"

@@ -53,8 +53,8 @@ class TableSettings(Settings):
     training saw often own rows, all others share hashed ones."""
     rows: int = pydantic.Field(default=100_000, ge=1, le=_MAX_ROWS)
     """Rows for ids (`exact` and `hashed`). Three rows for padding, missing and unknown come on top in any table."""
-    hot: int = pydantic.Field(default=100_000, ge=0, le=MAX_COUNT)
-    """Most ids that own a row (`hot_cold`): the most frequent ones."""
+    hot: int = pydantic.Field(default=100_000, ge=0, le=2**27)
+    """Most ids that own a row (`hot_cold`): the most frequent ones. Every rank holds their keys, 16 bytes each."""
     min_count: Count = 2
     """Ids that training saw less often stay cold (`hot_cold`)."""
     cold: int = pydantic.Field(default=10_000, ge=0, le=_MAX_ROWS)
@@ -238,7 +238,7 @@ class Recipe(Settings):
         used = {i.table for i in self.id_inputs}
         for name in sorted(used):
             if name == "default" or "." in name:
-                yield f"features: no table can be called {name!r}. Do: give that column another `table`"
+                yield f"features: no table can be called {name!r}. Do: give that column another `table`, or name"
         yield from self._id_problems()
         for name in self.tables:
             if name != "default" and name not in used:

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -19,11 +20,11 @@ from recsys import ids
 from recsys.counting import LIMIT, IdCounts, collect
 from recsys.data import columns
 from recsys.data.id_values import IdValues
-from recsys.distributed import agreed, broadcast, gather, process_group
+from recsys.distributed import agreed, alike_on_host, broadcast, gather, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.features import IdInput
-from recsys.frequencies import Frequencies
+from recsys.frequencies import Frequencies, written_aside
 from recsys.job import Data
 from recsys.numbers import Statistics
 from recsys.paths import data_home, expand_path, require_writable
@@ -82,8 +83,9 @@ def survey(data: Data) -> Survey:
     pass_ = _Pass(encoder, set(origins) - known, recipe.item)
     counters = {split: _scan(data, split, pass_ if split == "train" else None) for split in data.sets}
     data.num_counted = data.sets["train"].num_rows - counters["train"][f"skipped/{recipe.data.label}"]
-    if not data.num_counted:
-        raise UserError("No row of the training data has a usable label", allowed="0 or 1", fix="correct data.label")
+    with agreed("data.train"):
+        if not data.num_counted:
+            raise UserError("No row has a usable label", allowed="0 or 1", fix="correct data.label")
     stale = _stale(data, pass_, found)
     if stale:
         known -= stale
@@ -131,37 +133,71 @@ def vocabularies(
         Per table the figures of `Vocabulary.as_dict`, and the `path` of its file.
     """
     if grow is not None and output is None and recipe.data.vocabulary is None:
-        raise UserError("A vocabulary that grows needs a folder of its own", fix="name one with --output")
+        raise UserError("A vocabulary that grows needs a new folder", fix="name one with --output")
     if output is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"vocabulary": output})})
-    if json_path is not None:
-        require_writable(pathlib.Path(json_path), pathlib.Path(recipe.paths["train"]))
+    with alike_on_host():
+        if json_path is not None:
+            require_writable(pathlib.Path(json_path), pathlib.Path(recipe.paths["train"]))
     with process_group("cpu", threads=recipe.train.threads_per_rank) as ranks:
-        if ranks.world_size > 1:
-            raise UserError("Vocabularies are counted by one process", received=f"{ranks.world_size} ranks")
+        with agreed("recsys vocab"):
+            if ranks.world_size > 1:
+                raise UserError("Vocabularies are counted by one process", received=f"{ranks.world_size} ranks")
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks, {"train": recipe.paths["train"]})
-        tables = [t for t in encoder.id_tables if len({i.raw for i in encoder.inputs if i.table == t}) == 1]
+        tables = [
+            table
+            for table in encoder.id_tables
+            if encoder.settings[table].ids != "exact" and len({i.raw for i in encoder.inputs if i.table == table}) == 1
+        ]
+        origins = {table: origin(recipe, encoder, data, table) for table in tables}
+        olds = {t: old for t, o in origins.items() if (old := _grown_from(grow, o)) is not None}
+        if recipe.data.vocabulary is not None:
+            _require_free([vocabulary_path(recipe, o) for o in origins.values()], data.sets["train"].path)
         pass_ = _Pass(encoder, tables, None)
         _scan(data, "train", pass_)
         facts = []
         for table in tables:
-            settings, its_origin = encoder.settings[table], origin(recipe, encoder, data, table)
-            grows = grow is not None and settings.ids == "hot_cold"
-            old = None if not grows else Vocabulary.load(_grown_from(pathlib.Path(expand_path(str(grow))), its_origin))
-            make = Vocabulary.choose if old is None else old.grow
+            settings, its_origin = encoder.settings[table], origins[table]
+            make = olds[table].grow if table in olds else Vocabulary.choose
             path = vocabulary_path(recipe, its_origin)
             made = make(pass_.counts[table], path, its_origin, hot=settings.hot, min_count=settings.min_count)
             facts.append({**made.as_dict(cold=settings.cold, dim=settings.dim), "path": str(path)})
             pass_.counts[table].close()
     if json_path is not None:
-        pathlib.Path(json_path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        with written_aside(pathlib.Path(json_path)) as aside:
+            aside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
 
 
-def _grown_from(folder: pathlib.Path, its_origin: Origin) -> pathlib.Path:
-    inside = folder / "vocabulary"  # of a run folder
-    return its_origin.path(pathlib.Path(), inside if inside.is_dir() else folder)
+def _grown_from(grow: str | None, its_origin: Origin) -> Vocabulary | None:
+    """The old vocabulary of a table; None where there is none, as for a table that had another policy."""
+    if grow is None:
+        return None
+    folder = pathlib.Path(expand_path(grow))
+    try:
+        if (folder / "vocabulary").is_dir():  # of a run folder
+            folder /= "vocabulary"
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise UserError(
+            "There is no folder of vocabularies to grow", received=str(error), fix="name a run or such a folder"
+        ) from error
+    path = its_origin.path(pathlib.Path(), folder)
+    return Vocabulary.load(path) if path.name in names else None
+
+
+def _require_free(paths: list[pathlib.Path], data: pathlib.Path) -> None:
+    """Vocabularies that a user named are never replaced: models may have been trained with their rows."""
+    for path in paths:
+        if path.parent.resolve() in (data.resolve(), data.resolve().parent if data.is_file() else data.resolve()):
+            raise UserError("The training data lies there", received=str(path.parent), fix="name another --output")
+        if os.path.lexists(path):
+            raise UserError(
+                f"{str(path)!r} is there already",
+                allowed="a folder without vocabularies of these tables",
+                fix="name a new folder with --output, and this one with --grow to keep its rows",
+            )
 
 
 def origin(recipe: Recipe, encoder: Encoder, data: Data, table: str) -> Origin:
@@ -185,9 +221,14 @@ def vocabulary_path(recipe: Recipe, its_origin: Origin) -> pathlib.Path:
 def _existing(recipe: Recipe, its_origin: Origin) -> Vocabulary | None:
     """The vocabulary of the data; in the data cache, one with other numbers of hot ids gives its counts."""
     path, settings = vocabulary_path(recipe, its_origin), recipe.table_settings(its_origin.table)
-    if path.exists():
-        return Vocabulary.load(path, its_origin)
-    others = sorted(path.parent.parent.glob(f"*/{path.name}")) if recipe.data.vocabulary is None else []
+    try:
+        if path.exists():
+            return Vocabulary.load(path, its_origin)
+        others = sorted(path.parent.parent.glob(f"*/{path.name}")) if recipe.data.vocabulary is None else []
+    except OSError as error:
+        raise UserError(
+            "Vocabularies cannot be read", received=str(error), fix="make their folder readable, or set RECSYS_DATA"
+        ) from error
     if not others:
         return None
     return Vocabulary.load(others[0], its_origin).rechoose(hot=settings.hot, min_count=settings.min_count, path=path)

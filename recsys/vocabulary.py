@@ -29,6 +29,7 @@ SUGGESTED_PERCENT = 99
 """Share of the training data's ids that the suggested number of hot ids covers."""
 _ABOUT, _DIGEST = b"recsys.vocabulary", b"recsys.vocabulary.sha256"
 _FORMAT = 1
+_LONGEST_NAME = 150
 _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1 << 18, 1 << 26
 """A row group is closed when it has so many ids, or bytes of text and all."""
 _READ_ROWS, _READ_BYTES = 1 << 16, 1 << 18
@@ -70,7 +71,10 @@ class Origin:
 
     def path(self, root: pathlib.Path, folder: pathlib.Path | None = None) -> pathlib.Path:
         """Where the vocabulary stands: in a folder of its digest under `root`, or right in one that the user named."""
-        name = urllib.parse.quote(self.table, safe="") + ".parquet"
+        name = urllib.parse.quote(self.table, safe="")
+        if len(name) > _LONGEST_NAME:  # file systems allow 255 bytes
+            name = name[:_LONGEST_NAME] + "-" + hashlib.sha256(self.table.encode()).hexdigest()[:16]
+        name += ".parquet"
         return (root / self.digest if folder is None else folder) / name
 
 

@@ -17,13 +17,17 @@ def type_problems(recipe: Recipe, name: str, kind: pa.DataType) -> Iterator[str]
             yield from _id_problems(recipe, i, kind)
         elif name == i.weights and not (columns.is_list(kind) and columns.is_number(kind.value_type)):
             yield f"has the type {kind}, but the weights of {i.name!r} are lists of numbers. Do: store them as lists"
-    if name in recipe.number_columns and not columns.is_number(kind):
+    if name in recipe.number_columns and not (columns.is_number(kind) or (pt.is_null(kind) and _fills(recipe, name))):
         yield f"has the type {kind}, but the recipe reads it as a number. Do: store it as an integer or float"
     if name == recipe.data.label and not columns.is_number(kind):
         yield f"has the type {kind}, but the label must be a number or boolean. Do: store it as 0 and 1"
     if name in (recipe.data.group, recipe.item) and not columns.is_id(kind):
         what = "groups are ids" if name == recipe.data.group else "the item is an id"
         yield f"has the type {kind}, but {what}. Do: store it as an integer or text"
+
+
+def _fills(recipe: Recipe, name: str) -> bool:
+    return any(isinstance(f, NumberFeature) and name in f.columns and f.missing == "fill" for f in recipe.features)
 
 
 def _id_problems(recipe: Recipe, i: IdInput, kind: pa.DataType) -> Iterator[str]:
@@ -38,11 +42,13 @@ def _id_problems(recipe: Recipe, i: IdInput, kind: pa.DataType) -> Iterator[str]
             yield f"has the type {kind}, but the recipe reads it as text. Do: store it as text"
         return
     if i.max_length is None and columns.is_list(kind):
-        do = "cross columns of one id each" if isinstance(i.feature, CrossFeature) else "declare it with kind `id_list`"
-        yield f"holds lists, but the recipe reads one id per row. Do: {do} or `history`"
+        cross = isinstance(i.feature, CrossFeature)
+        do = "cross columns of one id each" if cross else "declare it with kind `id_list` or `history`"
+        yield f"holds lists, but the recipe reads one id per row. Do: {do}"
         return
     if i.max_length is not None and not columns.is_list(kind):
-        yield f"holds one value per row ({kind}), but the recipe reads a list of ids. Do: declare it with kind `id`"
+        do = "store it as a list" if pt.is_nested(kind) else "declare it with kind `id`"
+        yield f"holds one value per row ({kind}), but the recipe reads a list of ids. Do: {do}"
         return
     value = kind.value_type if columns.is_list(kind) else kind
     settings = recipe.table_settings(i.table)
