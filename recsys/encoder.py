@@ -239,12 +239,12 @@ class Encoder(nn.Module):
             labels = torch.from_numpy(read.astype(np.float32))
             counted = counted if bad is None else torch.from_numpy(1 - bad.astype(np.float32))
             groups = torch.tensor(self._read_groups(table)) if self._group else groups
-        one = torch.empty(num_rows, self._num_ids, dtype=self._dtype)
+        one = torch.empty(self._num_ids, num_rows, dtype=self._dtype)
         lists: dict[str, Lists] = {}
         for i, values in self._read_ids(table, rows, numbers, self.counters):
             found, second = self.table_rows(i, values)
             if i.name not in self._groups_of:
-                one[:, self._columns[i.name]] = found
+                one[self._columns[i.name]] = found
             else:
                 lists[i.name] = self._as_lists(values, found, second)
         return EncodedRows(
@@ -252,8 +252,8 @@ class Encoder(nn.Module):
             labels,
             counted,
             groups,
-            self.numbers(torch.from_numpy(numbers[: self.numbers.num_dense]).t()).contiguous(),
-            one,
+            self.numbers(torch.from_numpy(numbers[: self.numbers.num_dense]).t()),
+            one.t(),
             tuple(Lists.in_step([lists[i.name] for i in group]) for group in self._groups),
         )
 
@@ -270,8 +270,9 @@ class Encoder(nn.Module):
         return found, second
 
     def _as_lists(self, values: IdValues, found: Tensor, second: Tensor | None) -> Lists:
-        offsets = torch.arange(len(found) + 1)
-        if values.lengths is not None:
+        if values.lengths is None:
+            offsets = torch.arange(len(found) + 1)
+        else:
             offsets = offsets_of(torch.from_numpy(values.lengths))
         weights = None if values.weights is None else torch.from_numpy(values.weights)
         if second is not None:
@@ -289,7 +290,7 @@ class Encoder(nn.Module):
 
         num_pooled = len(self.layout.pooled)
         return Batch(
-            dense=encoded.dense,
+            dense=encoded.dense.contiguous(),
             pooled=self._keyed(self.inputs[:num_pooled], encoded),
             sequence=self._keyed(self.inputs[num_pooled:], encoded),
             labels=encoded.labels,

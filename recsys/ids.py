@@ -4,6 +4,8 @@ Everything that a served model needs is plain torch on int64 tensors; only `stri
 keys on the host, is numpy.
 """
 
+import contextlib
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -195,14 +197,18 @@ class SmallIds:
 
     def __call__(self, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         """As the policy: rows, and second rows where it has two hashes; of either integer type."""
-        if not len(keys):
-            return self._policy(keys)
-        low, high = (int(bound) for bound in torch.aminmax(keys))
+        known = self._known  # Another thread may replace it at any time.
+        if known is not None:
+            with contextlib.suppress(IndexError):  # The picking looks at the bounds anyway.
+                return _picked(known, keys)
+        low, high = (int(bound) for bound in torch.aminmax(keys)) if len(keys) else (-1, -1)
         if low < 0 or high >= self._LIMIT:
             return self._policy(keys)
-        known = self._known  # Another thread may replace it at any time.
-        if known is None or high >= len(known[0]):
-            rows, seconds = self._policy(torch.arange(min(max(1 << high.bit_length(), 1024), self._LIMIT)))
-            known = self._known = (rows.to(self._dtype), None if seconds is None else seconds.to(self._dtype))
-        rows, seconds = known
-        return rows.index_select(0, keys), None if seconds is None else seconds.index_select(0, keys)
+        rows, seconds = self._policy(torch.arange(min(max(1 << high.bit_length(), 1024), self._LIMIT)))
+        known = self._known = (rows.to(self._dtype), None if seconds is None else seconds.to(self._dtype))
+        return _picked(known, keys)
+
+
+def _picked(known: tuple[Tensor, Tensor | None], keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    rows, seconds = known
+    return rows.index_select(0, keys), None if seconds is None else seconds.index_select(0, keys)

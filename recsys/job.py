@@ -126,7 +126,7 @@ class Data:
         """
         encode = functools.partial(self.encoder.encode_rows, labelled=self.labelled)
         steps = ((step, rows) for epoch in epochs for step, rows in enumerate(reader.steps(epoch, encode)))
-        batches = Prefetcher(steps, finish=functools.partial(self._batch, reader))
+        batches = Prefetcher(steps, finish=functools.partial(self._batch, reader), depth=reader.depth)
         return Prefetcher(batches) if self.ranks.device.type == "cuda" else batches
 
     def _batch(self, reader: Reader, numbered: tuple[int, Step[EncodedRows]]) -> Batch:

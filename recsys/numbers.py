@@ -133,10 +133,10 @@ class Numbers(nn.Module):
             fill = numbers.new_tensor([self._features[n].fill for n in self._filled])
             numbers = numbers.clone()
             numbers[:, self._filled] = torch.where(missing, fill, numbers[:, self._filled])
-        scaled = (self._transformed(numbers) - self.shift) / self.scale
+        scaled = (self._transformed(numbers) - self.shift).div_(self.scale)
         if self._clips:
             scaled[:, self._clips] = scaled[:, self._clips].clamp(0, 1)
-        dense = scaled.clamp(-_LARGEST, _LARGEST).to(torch.float32)
+        dense = scaled.to(torch.float32).clamp_(-_LARGEST, _LARGEST)
         return dense if missing is None else torch.cat([dense, missing.float()], dim=1)[:, self._order]
 
     def buckets(self, column: str, numbers: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ class EncodedRows:
         labels: (n,) float32 in {0, 1}.
         counted: (n,) float32, 1; 0 for rows that must not count because their label is bad.
         groups: (n,) int64.
-        dense: (n, D) float32.
-        ids: (n, F) integer rows of the tables, for the inputs that have exactly one.
+        dense: (n, D) float32, from the encoder column by column.
+        ids: (n, F) integer rows of the tables, for the inputs that have exactly one; as `dense`.
         lists: The other inputs.
     """
 
@@ -112,9 +112,9 @@ class EncodedRows:
 
     @classmethod
     def concat(cls, parts: Sequence["EncodedRows"]) -> "EncodedRows":
-        """The rows of all parts, one part after another; at least one part."""
+        """The rows of all parts, one part after another, each row in one place; at least one part."""
         if len(parts) == 1:
-            return parts[0]
+            return cls._of([part.contiguous() for part in parts[0]._flat], parts[0].lists)
         lists = [Lists.concat(column) for column in zip(*(part.lists for part in parts), strict=True)]
         return cls._of([torch.cat(column) for column in zip(*(part._flat for part in parts), strict=True)], lists)
 

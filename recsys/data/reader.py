@@ -47,17 +47,22 @@ class _Rows(Protocol):
 
 
 class _Window(NamedTuple):
-    """Rows `start` to `end` of a rank's stream, held in memory together; no permutation keeps the files' order."""
+    """Rows `start` to `end` of a rank's stream, held in memory together; without `key` they keep the files' order."""
 
     start: int
     end: int
     pieces: Sequence[Piece]
-    permutation: np.ndarray | None
+    key: tuple[int, ...] | None
+
+    def permutation(self) -> np.ndarray | None:
+        """In which order rows leave the window; None: as they lie in the files."""
+        return None if self.key is None else _permutation(self.end - self.start, self.key)
 
     def positions(self) -> np.ndarray:
         """Position in the data set of each row, in the order in which rows leave the window."""
         rows = np.concatenate([np.arange(p.position, p.position + p.num_rows) for p in self.pieces])
-        return rows if self.permutation is None else rows[self.permutation]
+        order = self.permutation()
+        return rows if order is None else rows[order]
 
 
 class Reader:
@@ -69,6 +74,7 @@ class Reader:
     Attributes:
         num_rows: Rows of this rank.
         num_steps: Steps of an epoch, the same on all ranks.
+        depth: Steps to be prepared ahead, about two decoded blocks: rows come in bursts of one.
         schema: Schema of the tables that `iterate` yields.
     """
 
@@ -109,6 +115,7 @@ class Reader:
         self._first, self._last = (data.num_rows * r // world_size for r in (rank, rank + 1))
         self.num_rows = self._last - self._first
         self.num_steps = -(-data.num_rows // (world_size * batch_size))
+        self.depth = max(2, 2 * _WINDOW_ROWS * self.num_steps // max(self.num_rows, 1))
 
     def rows_by_rank(self, step: int) -> list[int]:
         """Rows of each rank in a step, known everywhere without a message."""
@@ -169,7 +176,7 @@ class Reader:
             if (num_rows := min(self._last, group.start + group.num_rows) - max(self._first, group.start)) > 0
         ]
         if self.shuffle_rows:
-            pieces = [pieces[i] for i in self._permutation(len(pieces), epoch, 0)]
+            pieces = [pieces[i] for i in _permutation(len(pieces), self._key(epoch, 0))]
         num_windows = -(-self.num_rows // (self.shuffle_rows or _WINDOW_ROWS))
         rest = collections.deque(pieces)
         for number in range(num_windows):
@@ -182,17 +189,21 @@ class Reader:
                 if num_rows < piece.num_rows:
                     rest.appendleft(piece._replace(skip=piece.skip + num_rows, num_rows=piece.num_rows - num_rows))
                 missing -= num_rows
-            permutation = self._permutation(end - start, epoch, number + 1) if self.shuffle_rows else None
-            yield _Window(start, end, parts, permutation)
+            yield _Window(start, end, parts, self._key(epoch, number + 1) if self.shuffle_rows else None)
 
-    def _permutation(self, length: int, epoch: int, number: int) -> np.ndarray:
-        """Raw bits of PCG64, sorted: numpy promises that these never change, unlike those of its shuffles."""
-        key = np.random.SeedSequence([self.seed, epoch, self._first, self._last, number])
-        # The low bits make room for the places: sorting the bits with them is much quicker than finding their order.
-        mask = np.uint64((1 << length.bit_length()) - 1)
-        drawn = (np.random.PCG64(key).random_raw(length) & ~mask) | np.arange(length, dtype=np.uint64)
-        drawn.sort()
-        return (drawn & mask).astype(np.int64)
+    def _key(self, epoch: int, number: int) -> tuple[int, ...]:
+        return (self.seed, epoch, self._first, self._last, number)
+
+
+def _permutation(length: int, key: tuple[int, ...]) -> np.ndarray:
+    """Raw bits of PCG64, sorted: numpy promises that these never change, unlike those of its shuffles."""
+    # The low bits make room for the places: sorting the bits with them is much quicker than finding their order.
+    mask = np.uint64((1 << length.bit_length()) - 1)
+    drawn = (np.random.PCG64(np.random.SeedSequence(key)).random_raw(length) & ~mask) | np.arange(
+        length, dtype=np.uint64
+    )
+    drawn.sort()
+    return (drawn & mask).astype(np.int64)
 
 
 def _decoded(decoder: Decoder, window: _Window) -> Iterator[tuple[pa.Table, np.ndarray]]:
@@ -204,17 +215,32 @@ def _decoded(decoder: Decoder, window: _Window) -> Iterator[tuple[pa.Table, np.n
             position += table.num_rows
 
 
+class _Shuffled(Generic[R]):
+    """The rows of a window. They are put together and ordered when first asked for, by whichever thread asks."""
+
+    def __init__(self, blocks: list[R], permutation: Callable[[], np.ndarray | None]) -> None:
+        self._blocks, self._permutation = blocks, permutation
+        self._ordered: tuple[R, np.ndarray | None] | None = None
+        self.num_rows = sum(block.num_rows for block in blocks)
+
+    def rows(self, start: int, stop: int) -> R:
+        """The rows that leave the window from number `start` to `stop`; one thread may ask at a time."""
+        if self._ordered is None:
+            self._ordered = type(self._blocks[0]).concat(self._blocks), self._permutation()
+            self._blocks = []
+        rows, order = self._ordered
+        return cast(R, rows.slice(start, stop) if order is None else rows.take(order[start:stop]))
+
+
 class Step(Generic[R]):
     """The rows of one step, by their windows and places in them."""
 
-    def __init__(self, parts: Sequence[tuple[R, np.ndarray | slice]]) -> None:
+    def __init__(self, parts: Sequence[tuple[_Shuffled[R], int, int]]) -> None:
         self._parts = parts
 
     def rows(self) -> R:
-        """The rows themselves, in their order."""
-        found = [
-            window.slice(at.start, at.stop) if isinstance(at, slice) else window.take(at) for window, at in self._parts
-        ]
+        """The rows themselves, in their order; the steps of a reader are asked by one thread at a time."""
+        found = [window.rows(start, stop) for window, start, stop in self._parts]
         return type(found[0]).concat(found)
 
 
@@ -222,7 +248,7 @@ class _Stream(Generic[R]):
     """Rows in the order of their windows' permutations, out of blocks in the order of the files.
 
     While one window is used up, the next is filled at the same pace, so that no step waits for a whole window. Three
-    windows are the most that is held: when one is put together of its blocks, steps of the last one may still wait.
+    windows are the most that is held: when one is put together of its blocks, the next has begun to fill.
 
     Args:
         blocks: All blocks of all windows, each with its window.
@@ -231,9 +257,9 @@ class _Stream(Generic[R]):
     """
 
     def __init__(self, blocks: Iterator[tuple[_Window, R]], nothing: R, done: int) -> None:
-        self._blocks, self._nothing, self._done = blocks, nothing, done
-        self._current: R = nothing
-        self._order: np.ndarray | None = None  # In which order the current rows go; None: as they lie.
+        self._blocks, self._done = blocks, done
+        self._nothing = _Shuffled([nothing], lambda: None)
+        self._current = self._nothing
         self._num_gone = 0
         self._window: _Window | None = None  # The window that is filled ...
         self._filled: list[R] = []  # ... with these blocks ...
@@ -241,24 +267,23 @@ class _Stream(Generic[R]):
 
     def take(self, num_rows: int) -> Step[R]:
         """The next rows of the stream."""
-        parts: list[tuple[R, np.ndarray | slice]] = []
+        parts: list[tuple[_Shuffled[R], int, int]] = []
         while num_rows:
             if self._num_gone == self._current.num_rows:
                 self._turn()
             stop = min(self._num_gone + num_rows, self._current.num_rows)
-            inside = slice(self._num_gone, stop)
-            parts.append((self._current, inside if self._order is None else self._order[inside]))
+            parts.append((self._current, self._num_gone, stop))
             num_rows -= stop - self._num_gone
             self._num_gone = stop
             self._fill(self._num_gone / self._current.num_rows)
-        return Step(parts or [(self._nothing, slice(0, 0))])
+        return Step(parts or [(self._nothing, 0, 0)])
 
     def _turn(self) -> None:
         """Go on to the next window."""
         self._current = self._nothing  # It goes before the next one is put together.
         self._fill(1.0)
         assert self._window is not None, "there are as many rows as the files' footers tell"
-        self._current, self._order = type(self._nothing).concat(self._filled), self._window.permutation
+        self._current = _Shuffled(self._filled, self._window.permutation)
         self._num_gone = max(self._done - self._window.start, 0)
         self._window, self._filled, self._num_filled = None, [], 0
 
