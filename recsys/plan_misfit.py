@@ -71,7 +71,7 @@ def frugal(options: Sequence[ShardingOption]) -> list[list[ShardingOption]]:
 
     In all ranks together a table takes least where it lies whole on one; on a single rank it takes least where it is
     spread, and then every rank has buffers for it. So the largest tables are spread and the others are not: none, one,
-    two, four, ..., or all of them.
+    two, four, ..., or all of them. Each way has the tables in the order of what they need.
     """
     by_table: dict[str, list[ShardingOption]] = {}
     for option in options:
@@ -80,7 +80,8 @@ def frugal(options: Sequence[ShardingOption]) -> list[list[ShardingOption]]:
     whole = [min(found, key=lambda option: (_in_all(option), _largest(option))) for found in by_table.values()]
     order = sorted(range(len(whole)), key=lambda place: _largest(whole[place]), reverse=True)
     counts = sorted({0, len(order), *(2**power for power in range(len(order).bit_length()))})
-    return [[spread[p] if n < count else whole[p] for n, p in enumerate(order)] for count in counts]
+    proposals = ([spread[p] if n < count else whole[p] for n, p in enumerate(order)] for count in counts)
+    return [sorted(proposal, key=_largest, reverse=True) for proposal in proposals]
 
 
 def _largest(option: ShardingOption) -> tuple[int, int, float]:
@@ -121,7 +122,7 @@ def misfit(
         dense: What the ranks have beside tables.
         recipe: Where the tables come from.
     """
-    chosen, placed = max((_placed(proposal, left) for proposal in frugal(options)), key=lambda found: found[1])
+    chosen, placed = max(((p, _num_placed(p, left)) for p in frugal(options)), key=lambda found: found[1])
     assert placed < len(chosen), "a proposal that fits would have been a plan"
     fits(chosen[:placed], left)  # the failed attempt left ranks behind
     free = _free(chosen[:placed], left)
@@ -145,14 +146,13 @@ def misfit(
     )
 
 
-def _placed(proposal: list[ShardingOption], left: Topology) -> tuple[list[ShardingOption], int]:
-    """The proposal, largest tables first, and how many of them find a place."""
-    ordered = sorted(proposal, key=_largest, reverse=True)
-    low, high = 0, len(ordered) + 1  # the first `low` fit, the first `high` do not
+def _num_placed(proposal: list[ShardingOption], left: Topology) -> int:
+    """How many tables find a place, from the first one on."""
+    low, high = 0, len(proposal) + 1  # the first `low` fit, the first `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(ordered[:middle], left) else (low, middle)
-    return ordered, low
+        low, high = (middle, high) if fits(proposal[:middle], left) else (low, middle)
+    return low
 
 
 def overfull(plan: Plan, cluster: Cluster) -> DoesNotFitError:
@@ -194,7 +194,7 @@ def _free(options: Sequence[ShardingOption], left: Topology) -> list[tuple[int, 
 
 
 def _shortage(option: ShardingOption, free: list[tuple[int, int]], cluster: Cluster) -> tuple[int, int, str]:
-    """(needed, available, which memory) of the first shard that finds no place on the ranks that are best for it."""
+    """(needed, available, which memory) of the first shard that finds no place on the ranks with most room for it."""
     on_cpu = cluster.machine.device == "cpu"
     needs = [(s.storage.ddr, 0) if on_cpu else (s.storage.hbm, s.storage.ddr) for s in option.shards]
     left = [list(pair) for pair in free]
@@ -213,7 +213,9 @@ def _shortage(option: ShardingOption, free: list[tuple[int, int]], cluster: Clus
             if need[tier] > left[rank][tier]:
                 return need[tier], left[rank][tier], name
             left[rank][tier] -= need[tier]
-    raise AssertionError("TorchRec found no place where there is one")
+    # TorchRec tries neighbouring nodes only, and found none among them: then the fullest rank is in the way.
+    fullest = min(range(len(free)), key=lambda rank: free[rank][0])
+    return max(need[0] for need in needs), free[fullest][0], "memory"
 
 
 def _fixes(

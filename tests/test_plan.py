@@ -49,7 +49,7 @@ def test_a_table_above_2_percent_of_a_ranks_memory_is_spread_though_one_rank_wou
     tables = {f"t{n}": {"rows": 60_000_000} for n in range(7)}  # 1.92 GB each, of 72 GB
     where = {"devices_per_node": 8, "machine": "a100-80gb"}
     assert {t.kind for t in plan_of(text_of(**tables), **where).tables if t.name != "item"} == {"row_wise"}
-    smaller = plan_of(text_of(default={"rows": 40_000_000}, **dict.fromkeys(tables, {})), **where)  # 1.28 GB
+    smaller = plan_of(text_of(default={"rows": 40_000_000}, **{key: {} for key in tables}), **where)  # 1.28 GB
     assert "table_wise" in {t.kind for t in smaller.tables}
 
 
