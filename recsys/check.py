@@ -13,6 +13,7 @@ def check(path: str, overrides: list[str]) -> list[str]:
         return [str(error)]
     from recsys.data.parquet import ParquetData
     from recsys.encoder import Encoder
+    from recsys.vectors import file_problems
 
     try:
         encoder = Encoder(recipe)
@@ -29,4 +30,4 @@ def check(path: str, overrides: list[str]) -> list[str]:
         schemas[f"data.{split}"] = data.schema
         if not data.num_rows:
             problems.append(f"data.{split} {data_path} has no rows. Do: name data that has some, or prepare it again")
-    return problems + encoder.kind_problems(schemas)
+    return [*problems, *encoder.kind_problems(schemas), *file_problems(recipe)]

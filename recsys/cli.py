@@ -84,6 +84,49 @@ def vocab(
 
 
 @app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    devices_per_node: Annotated[int, typer.Option(help="Ranks on each node: GPUs, or processes on CPU.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: that of the machine, else cpu.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Named machine, such as h100-80gb (docs/planning.md).")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of one device, such as 80GB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory for each device, such as 128GB.")] = None,
+    memory_bandwidth: Annotated[str | None, typer.Option(help="Of one device's memory, such as 2TB/s.")] = None,
+    intra_bandwidth: Annotated[str | None, typer.Option(help="Of one device inside its node, such as 300GB/s.")] = None,
+    inter_bandwidth: Annotated[str | None, typer.Option(help="Of one device to other nodes, such as 25GB/s.")] = None,
+    json: Annotated[str | None, typer.Option(help="File for the plan; `train.plan` reads it.")] = None,
+    picture: Annotated[str | None, typer.Option(help="PNG file: memory of each table on each rank.")] = None,
+) -> None:
+    """Plan a recipe for a cluster that need not be here: exit code 1 when its tables do not fit."""
+    from recsys.cluster import cluster_of
+
+    rates = {"memory_bandwidth": memory_bandwidth, "intra_bandwidth": intra_bandwidth}
+    rates["inter_bandwidth"] = inter_bandwidth
+    cluster = cluster_of(nodes, devices_per_node, device, machine, memory, host_memory, **rates)
+    loaded = _load(recipe, overrides)
+    _require_stack()
+    from rich.console import Console
+
+    from recsys import plan_report
+    from recsys.plan_misfit import DoesNotFitError
+
+    plan_report.require_writable([json, picture])
+    try:
+        found = plan_report.plan_recipe(loaded, cluster)
+    except DoesNotFitError as error:
+        print(cluster.describe(), *cluster.notes, sep="\n")
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    plan_report.print_plan(found, cluster, Console())
+    if json:
+        found.write(json)
+    if picture:
+        plan_report.write_picture(found, picture)
+
+
+@app.command()
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -25,6 +25,7 @@ from recsys.schema import Inputs, Table
 
 _WIDTH_UNIT = 4  # FBGEMM's table kernels refuse other row widths
 _PREFIX = "table_"  # TorchRec keeps tables in a ModuleDict, which refuses names such as `type` or `items`
+_DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 _INIT_BLOCK_ROWS = 1024  # rows drawn from one generator; part of what a seed means, so never change it
 
 
@@ -61,13 +62,7 @@ class Embeddings(nn.Module):
         self.pooled = (
             EmbeddingBagCollection(
                 tables=[
-                    EmbeddingBagConfig(
-                        name=stored_name(name),
-                        embedding_dim=self.padded_width(name),
-                        num_embeddings=inputs.table(name).rows,
-                        feature_names=features,
-                        pooling=PoolingType.SUM,
-                    )
+                    self._config(EmbeddingBagConfig, name, features, pooling=PoolingType.SUM)
                     for name, features in pooled.items()
                 ],
                 is_weighted=bool(self._weighted),
@@ -81,18 +76,10 @@ class Embeddings(nn.Module):
         self._names_by_collection = [[name for names in group.values() for name in names] for group in groups]
         self.sequence = nn.ModuleList(
             EmbeddingCollection(
-                tables=[
-                    EmbeddingConfig(
-                        name=stored_name(name),
-                        embedding_dim=width,
-                        num_embeddings=inputs.table(name).rows,
-                        feature_names=features,
-                    )
-                    for name, features in group.items()
-                ],
+                tables=[self._config(EmbeddingConfig, name, features) for name, features in group.items()],
                 device=device,
             )
-            for width, group in zip(widths, groups, strict=True)
+            for group in groups
         )
         self.l2 = _L2()
         if device.type != "meta":
@@ -103,6 +90,17 @@ class Embeddings(nn.Module):
         for feature in features:
             grouped.setdefault(self.inputs.table_of(feature).name, []).append(feature)
         return grouped
+
+    def _config(self, kind: type, name: str, features: list[str], **settings: Any) -> Any:
+        table = self.inputs.table(name)
+        return kind(
+            name=stored_name(name),
+            embedding_dim=self.padded_width(name),
+            num_embeddings=table.rows,
+            feature_names=features,
+            data_type=_DTYPES[table.dtype],
+            **settings,
+        )
 
     def padded_width(self, table: str) -> int:
         """Width of a table's stored rows."""

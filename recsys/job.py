@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
 
 from recsys import models, optim, sharding
 from recsys.data.batch import Batch
@@ -22,6 +21,7 @@ from recsys.embedding import Embeddings
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.layers.norm import synchronize_statistics
+from recsys.plan import Plan
 from recsys.recipe import Recipe, Split
 
 
@@ -30,15 +30,20 @@ class Task(nn.Module):
 
     The loss is the weighted sum of the rows' binary cross entropies. With weights of world_size / (rows of the
     global batch), averaging gradients over ranks gives those of the mean over the global batch.
+
+    Args:
+        model: batch -> (B,) logits.
+        bf16_on: Kind of device on which the dense layers multiply in bf16 while they train; None: they do not.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, bf16_on: str | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.bf16_on = model, bf16_on
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The loss, a scalar, and detached: the same loss, and (B,) logits."""
-        logits = self.model(batch)
+        with torch.autocast(self.bf16_on or "cpu", torch.bfloat16, enabled=self.training and self.bf16_on is not None):
+            logits = self.model(batch).float()
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
         return loss, (loss.detach(), logits.detach())
 
@@ -148,8 +153,7 @@ class Job:
     Attributes:
         task: The sharded `Task`.
         embeddings: The unsharded description of the tables, on the meta device.
-        plan: Where each table lives.
-        dense_bytes: Bytes of the replicated dense weights.
+        plan: Where each table lives, and what that costs.
     """
 
     recipe: Recipe
@@ -157,32 +161,41 @@ class Job:
     encoder: Encoder
     task: DistributedModelParallel
     embeddings: Embeddings
-    plan: ShardingPlan
-    dense_bytes: int
+    plan: Plan
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of what no fused kernel updates."""
-        return optim.build(self.task, self.embeddings, self.recipe.optimizer)
+    def optimizer(self, total_steps: int | None = None) -> optim.ModelOptimizer:
+        """The optimizer of the model; `total_steps` of the whole run are for a schedule that ends with it."""
+        return optim.build(self.task, self.embeddings, self.recipe, total_steps)
+
+    def describe_optimizers(self) -> dict[str, Any]:
+        """Who updates what, as plain data."""
+        return optim.describe(self.task, self.embeddings, self.recipe)
 
     def describe_plan(self) -> dict[str, Any]:
         """The plan as plain data."""
-        return sharding.describe(self.plan, self.embeddings, self.ranks.world_size, self.dense_bytes)
+        return self.plan.to_json()
 
 
-def assemble(recipe: Recipe, ranks: Ranks, encoder: Encoder) -> Job:
-    """Build, plan and shard the model of a recipe; the same seed gives the same start on any number of ranks."""
+def assemble(recipe: Recipe, ranks: Ranks, encoder: Encoder, *, trains: bool = True) -> Job:
+    """Build, plan and shard the model of a recipe; the same seed gives the same start on any number of ranks.
+
+    Args:
+        recipe: Describes the model.
+        ranks: Who we are.
+        encoder: Kept with the model.
+        trains: False for a model that is only read: its tables then need no optimizer, which may exist on GPUs only.
+    """
     torch.manual_seed(recipe.train.seed)
     model = models.build(recipe.inputs, recipe.model, table_device="meta")
     # dropout must differ between ranks, initial values must not
     torch.manual_seed(np.random.SeedSequence([recipe.train.seed, ranks.rank]).generate_state(1, np.uint64)[0] >> 1)
     embeddings = model.embeddings
     assert isinstance(embeddings, Embeddings), "every model keeps its tables in `embeddings`"
-    dense_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
-    optim.fuse(embeddings, recipe.optimizer.sparse)
-    plain = Task(model)
-    plan = sharding.agreed_plan(plain, recipe, ranks)
+    optim.fuse(embeddings, recipe, trains=trains)
+    plain = Task(model, bf16_on=ranks.device.type if recipe.train.precision == "bf16" else None)
+    plan = sharding.agreed_plan(plain, recipe, ranks, trains=trains)
     task = sharding.shard(plain, plan, ranks)
     sharding.initialize_tables(task, embeddings, recipe.train.seed)
     if ranks.world_size > 1 and recipe.train.shared_batch_statistics:
         synchronize_statistics(task, ranks.group)
-    return Job(recipe, ranks, encoder, task, embeddings, plan, dense_bytes)
+    return Job(recipe, ranks, encoder, task, embeddings, plan)

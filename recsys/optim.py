@@ -1,63 +1,232 @@
-"""Optimizers: fused ones that run inside the tables' backward pass, and torch's for the dense layers."""
+"""Optimizers: fused ones that run inside the tables' backward pass, and torch's for the dense layers and replicas."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import SGD, Adagrad
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.embedding import Embeddings, table_of_parameter
-from recsys.recipe import DenseOptimizer, OptimizerSettings, SparseOptimizer
+from recsys.optimizer_settings import DenseOptimizer, TableUpdate
+from recsys.recipe import Recipe
 
-_SPARSE = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": Adagrad, "sgd": SGD}
-_REPLICATED = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+_FUSED = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": Adagrad, "sgd": SGD, "adam": Adam, "frozen": SGD}
+_REPLICATED = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "frozen": torch.optim.SGD,
+}
+_DENSE = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
 
-def fuse(embeddings: Embeddings, settings: SparseOptimizer) -> None:
-    """Give every table its optimizer, before sharding turns the two into one kernel."""
-    for name, weight in embeddings.table_weights():
-        _apply_optimizer_in_backward(_SPARSE[settings.name], [weight], _table_arguments(embeddings, name, settings))
+def fuse(embeddings: Embeddings, recipe: Recipe, *, trains: bool = True) -> None:
+    """Give every table its optimizer, before sharding turns the two into one kernel.
 
-
-def build(model: nn.Module, embeddings: Embeddings, settings: OptimizerSettings) -> KeyedOptimizer:
-    """The optimizer of every parameter of a sharded model that no fused kernel updates.
-
-    Replicated tables are among them: they follow the tables' settings, by a plain optimizer.
+    Args:
+        embeddings: The unsharded tables.
+        recipe: Says who trains which.
+        trains: False: nobody trains any, and no optimizer keeps state.
     """
-    parameters = {name: p for name, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")}
-    replicated = {name: table for name in parameters if (table := table_of_parameter(name))}
-    optimizers: list[tuple[str, KeyedOptimizer]] = [
-        ("dense", _dense({n: p for n, p in parameters.items() if n not in replicated}, settings.dense))
-    ]
-    for name, table in replicated.items():
-        arguments = _table_arguments(embeddings, table, settings.sparse)
-        kind = _REPLICATED[settings.sparse.name]
-        optimizers.append(
-            (table, KeyedOptimizerWrapper({name: parameters[name]}, lambda p, k=kind, a=arguments: k(p, **a)))
+    for name, weight in embeddings.table_weights():
+        update = recipe.table_update(name)
+        if update.name == "dense":
+            continue
+        if not trains:
+            update = TableUpdate("frozen", 0.0, None)
+        _apply_optimizer_in_backward(_FUSED[update.name], [weight], _table_arguments(embeddings, name, update))
+
+
+class ModelOptimizer(OptimizerWrapper):
+    """All optimizers of a model behind one handle: learning rates, clipping and the step of what is not fused.
+
+    The learning rates of a step stand before its backward pass, in which fused tables are updated: they are set when
+    this object is made, and at the end of each step for the next.
+
+    Attributes:
+        steps_done: Steps taken so far. A run that goes on from a checkpoint calls `seek` with the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        unfused: KeyedOptimizer,
+        fused: KeyedOptimizer,
+        recipe: Recipe,
+        clipped: list[nn.Parameter],
+        total_steps: int | None,
+    ) -> None:
+        """Take over the optimizers.
+
+        Args:
+            unfused: Of dense layers and replicated tables.
+            fused: Of all other tables; its groups are the kernels'.
+            recipe: Schedule, and the largest norm of the gradients.
+            clipped: The parameters whose gradients have that norm.
+            total_steps: Steps of the whole run, for the schedule; None where it is not known.
+        """
+        super().__init__(unfused)
+        self._fused, self._clipped, self._total_steps = fused, clipped, total_steps
+        self._schedule, self._clip_norm = recipe.optimizer.schedule, recipe.optimizer.dense.clip_norm
+        for group in self._groups():
+            group.setdefault("initial_lr", group["lr"])  # the kernels' groups outlive this object
+        self._named_rates = _named_rates(recipe)
+        self.seek(0)
+
+    def step(self, closure: Any = None) -> None:
+        """Update everything that no fused kernel has updated, then set the next step's learning rates."""
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._clipped, self._clip_norm)
+        super().step(closure)
+        self.seek(self.steps_done + 1)
+
+    def seek(self, steps_done: int) -> None:
+        """Set the learning rates of the step that follows this many others."""
+        self.steps_done = steps_done
+        factor = self._schedule.factor(steps_done, self._total_steps)
+        for group in self._groups():
+            group["lr"] = group["initial_lr"] * factor
+        self._fused.step()  # hands the groups' rates to the kernels, and does nothing else
+
+    def post_load_state_dict(self) -> None:
+        """Learning rates come from the schedule, not from what a checkpoint's groups say."""
+        super().post_load_state_dict()
+        self.seek(self.steps_done)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Rates of the last step, of the first one before any: of `dense`, `tables`, and `tables/<name>` for others."""
+        factor = self._schedule.factor(max(0, self.steps_done - 1), self._total_steps)
+        return {name: rate * factor for name, rate in self._named_rates.items()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [*self._optimizer.param_groups, *self._fused.param_groups]
+
+
+def build(
+    model: DistributedModelParallel, embeddings: Embeddings, recipe: Recipe, total_steps: int | None = None
+) -> ModelOptimizer:
+    """The optimizer of a sharded model.
+
+    Replicated tables are updated here too: those that the plan replicates by what the recipe says of tables, those
+    with the optimizer `dense` like a dense layer.
+
+    Args:
+        model: The sharded model.
+        embeddings: The unsharded description of its tables.
+        recipe: Names the optimizers.
+        total_steps: Steps of the whole run, for a schedule that ends with it.
+    """
+    parameters = _unfused(model)
+    tables = {name: table for name in parameters if (table := table_of_parameter(name))}
+    layers = {name: p for name, p in parameters.items() if name not in tables}
+    optimizers = [("", _dense(layers, recipe.optimizer.dense))]
+    clipped = list(layers.values())
+    for name, table in tables.items():
+        update, one = recipe.table_update(table), {name: parameters[name]}
+        if update.name == "dense":
+            clipped.append(parameters[name])
+            own = {"learning_rate": update.learning_rate, "eps": update.eps, "weight_decay": 0.0}
+            optimizers.append(("", _dense(one, recipe.optimizer.dense.model_copy(update=own))))
+            continue
+        arguments = _table_arguments(embeddings, table, update)
+        kind = _REPLICATED[update.name]
+        optimizers.append(("", KeyedOptimizerWrapper(one, lambda p, k=kind, a=arguments: k(p, **a))))
+    return ModelOptimizer(CombinedOptimizer(optimizers), model.fused_optimizer, recipe, clipped, total_steps)
+
+
+def describe(model: DistributedModelParallel, embeddings: Embeddings, recipe: Recipe) -> dict[str, Any]:
+    """Who updates what, with every setting resolved, as plain data.
+
+    Returns:
+        `dense`, a mapping; `tables`, a list of mappings with a `name`; `schedule`. `updated_by` names the code.
+    """
+    replicated = {table for name in _unfused(model) if (table := table_of_parameter(name))}
+    dense = recipe.optimizer.dense
+    tables = []
+    for name, _ in embeddings.table_weights():
+        update, settings = recipe.table_update(name), recipe.table_settings(name)
+        updated_by = "the fused kernel, in the backward pass"
+        if update.name == "frozen":
+            updated_by = "nobody"
+        elif name in replicated:
+            kind = _dense_kind(dense) if update.name == "dense" else _REPLICATED[update.name]
+            updated_by = f"{kind.__name__}, on every rank"
+        tables.append(
+            {
+                "name": name,
+                "optimizer": update.name,
+                "learning_rate": update.learning_rate,
+                "eps": update.eps,
+                "l2": 0.0 if settings.freeze else settings.l2,
+                "dtype": settings.dtype,
+                "updated_by": updated_by,
+            }
         )
-    return CombinedOptimizer(optimizers)
+    return {
+        "dense": {
+            "optimizer": dense.name,
+            **dense.model_dump(exclude={"name"}),
+            "updated_by": f"{_dense_kind(dense).__name__}, on every rank",
+        },
+        "tables": tables,
+        "schedule": recipe.optimizer.schedule.model_dump(),
+    }
 
 
-def _table_arguments(embeddings: Embeddings, table: str, settings: SparseOptimizer) -> dict[str, float]:
+def sentences(described: Mapping[str, Any]) -> Iterator[str]:
+    """What `describe` returns, for people: one sentence for the dense layers, one for each group of like tables."""
+    yield f"Dense layers: {_settings(described['dense'])}"
+    groups: dict[str, list[str]] = {}
+    for table in described["tables"]:
+        groups.setdefault(_settings(table), []).append(table["name"])
+    for settings, names in groups.items():
+        yield f"Table{'s' * (len(names) > 1)} {', '.join(names)}: {settings}"
+
+
+def _settings(found: Mapping[str, Any]) -> str:
+    hidden = ("name", "optimizer", "updated_by")
+    shown = [f"{key} {value}" for key, value in found.items() if key not in hidden and value is not None]
+    return f"{found['optimizer']} ({', '.join(shown)}), updated by {found['updated_by']}"
+
+
+def _unfused(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if not hasattr(p, "_in_backward_optimizers")}
+
+
+def _named_rates(recipe: Recipe) -> dict[str, float]:
+    """`dense`, `tables`, and the tables whose full rate is another one."""
+    rates = {"dense": recipe.optimizer.dense.learning_rate, "tables": recipe.optimizer.sparse.learning_rate}
+    for table in recipe.inputs.tables:
+        if (rate := recipe.table_update(table.name).learning_rate) != rates["tables"]:
+            rates[f"tables/{table.name}"] = rate
+    return rates
+
+
+def _table_arguments(embeddings: Embeddings, table: str, update: TableUpdate) -> dict[str, float]:
     """Constructor arguments of a table's optimizer.
 
     Row-wise Adagrad keeps the mean of the squared gradient over a row's width. The kernel sees the padded width;
     scaling learning rate and eps by sqrt(width / padded width) makes its step exactly that of the true width.
     """
     scale = 1.0
-    if settings.name == "rowwise_adagrad":
+    if update.name == "rowwise_adagrad":
         scale = math.sqrt(embeddings.unpadded_share(table))
-    arguments = {"lr": settings.learning_rate * scale}
-    return arguments if settings.name == "sgd" else arguments | {"eps": settings.eps * scale}
+    arguments = {"lr": update.learning_rate * scale}
+    return arguments if update.eps is None else arguments | {"eps": update.eps * scale}
+
+
+def _dense_kind(settings: DenseOptimizer) -> type[torch.optim.Optimizer]:
+    return torch.optim.AdamW if settings.weight_decay_mode == "decoupled" else _DENSE[settings.name]
 
 
 def _dense(parameters: Mapping[str, nn.Parameter], settings: DenseOptimizer) -> KeyedOptimizer:
-    arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    arguments: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, "fused": True}
     if settings.name != "sgd":
         arguments["eps"] = settings.eps
-    kinds = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-    return KeyedOptimizerWrapper(parameters, lambda group: kinds[settings.name](group, fused=True, **arguments))
+    kind = _dense_kind(settings)
+    return KeyedOptimizerWrapper(parameters, lambda group: kind(group, **arguments))

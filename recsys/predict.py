@@ -98,7 +98,7 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
         data = Data.open(recipe, encoder, ranks, {"test": data_path}, labelled=labelled)
         for sentence in describe(check(data)):
             log.info("%s", sentence)
-        job = assemble(recipe, ranks, encoder)
+        job = assemble(recipe, ranks, encoder, trains=False)
         checkpoint.load(path, job.task, encoder)
         with agreed("data"):
             if problems := encoder.kind_problems({str(data_path): data.sets["test"].schema}):

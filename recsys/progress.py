@@ -49,12 +49,14 @@ class Reporter:
             self._line_s = now_s
             log.info("epoch %d, step %d of %d: %s", epoch, step, self.total_steps, self._shown())
 
-    def lost(self, step: int, loss: float) -> None:
-        """The mean training loss since the last call."""
+    def lost(self, step: int, loss: float, learning_rates: dict[str, float]) -> None:
+        """The mean training loss since the last call, and the learning rates of the last step by name."""
         self._loss = loss
-        self.folder.append_json("train_loss.jsonl", {"step": step, "loss": loss})
+        self.folder.append_json("train_loss.jsonl", {"step": step, "loss": loss, "learning_rates": learning_rates})
         if self._board is not None:
             self._board.add_scalar("loss/train", loss, step)
+            for name, rate in learning_rates.items():
+                self._board.add_scalar(f"learning_rate/{name}", rate, step)
 
     def evaluated(self, split: str, metrics: dict[str, Any]) -> None:
         """The metrics of an evaluation."""

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import pydantic
 import yaml
 
+from recsys.cluster import size_text
 from recsys.errors import nearest
 from recsys.features import (
     MAX_COUNT,
@@ -26,76 +27,19 @@ from recsys.features import (
     Text,
 )
 from recsys.models.config import DINConfig, ModelConfig
+from recsys.optimizer_settings import OptimizerSettings, TableUpdate
 from recsys.paths import expand_path
 from recsys.schema import Field, History, Inputs, Layout, Table
-
-RESERVED_ROWS = 3
-"""Rows in front of every table: 0 padding (never looked up), 1 missing, 2 unknown. `recsys.ids` documents them."""
+from recsys.table_settings import MAX_WIDTH, RESERVED_ROWS, TableSettings, excluded_kinds, table_problems
 
 PREDICTION = "probability"
 """The column that `recsys predict` writes beside the key columns."""
-
-_MAX_ROWS, _MAX_WIDTH = 2**40, 2**16  # beyond any use, within what int64 can count
 
 FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
 """Numbers that YAML 1.1 takes for text: `1e-3`."""
 
 
 Split = Literal["train", "valid", "test"]
-ShardingKind = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
-
-
-class TableSettings(Settings):
-    """How raw ids become rows of a table, and where the rows live."""
-
-    ids: Literal["exact", "hashed", "hot_cold"] = "hashed"
-    """`exact`: an id 0..rows-1 is its own row. `hashed`: any integer or string, into `rows` rows. `hot_cold`: ids that
-    training saw often own rows, all others share hashed ones."""
-    rows: int = pydantic.Field(default=100_000, ge=1, le=_MAX_ROWS)
-    """Rows for ids (`exact` and `hashed`). Three rows for padding, missing and unknown come on top in any table."""
-    hot: int = pydantic.Field(default=100_000, ge=0, le=2**27)
-    """Most ids that own a row (`hot_cold`): the most frequent ones. Every rank holds their keys, 16 bytes each."""
-    min_count: Count = 2
-    """Ids that training saw less often stay cold (`hot_cold`)."""
-    cold: int = pydantic.Field(default=10_000, ge=0, le=_MAX_ROWS)
-    """Rows that all other ids share (`hot_cold`); 0 gives them the one row for unknown ids."""
-    cold_hashes: Literal[1, 2] = 1
-    """Shared rows that a cold id reads; with 2, the sum of two rows, one from each half of them."""
-    bad_ids: Literal["error", "unknown", "clamp"] = "error"
-    """What an id outside 0..rows-1 does (`exact`): end the run, read the row for unknown ids, or the nearest id's row;
-    the latter two are counted."""
-    dim: int = pydantic.Field(default=16, ge=1, le=_MAX_WIDTH)
-    """Width of a vector; any width up to 65536."""
-    init_std: float = pydantic.Field(default=0.01, ge=0)
-    """Standard deviation of the normal distribution that the vectors start from."""
-    l2: float = pydantic.Field(default=0.0, ge=0)
-    """Adds l2 / 2 * |vector|^2 to a row's loss for every vector that it looks up; other rows are not pulled."""
-    sharding: ShardingKind = "auto"
-    """How the table is split over ranks; `auto` leaves it to the planner."""
-
-    @property
-    def id_rows(self) -> int:
-        """Rows for ids, reserved ones left out."""
-        return self.hot + self.cold if self.ids == "hot_cold" else self.rows
-
-    @property
-    def own_rows(self) -> int:
-        """Rows that belong to one id each; they come first."""
-        return {"exact": self.rows, "hashed": 0, "hot_cold": self.hot}[self.ids]
-
-    @property
-    def num_hashes(self) -> int:
-        """Rows that an id without a row of its own reads."""
-        return self.cold_hashes if self.ids == "hot_cold" else 1
-
-    @property
-    def second_row(self) -> int | None:
-        """First of the rows that second hashes fall on, in the stored table; None where there is one hash."""
-        return (
-            RESERVED_ROWS + self.hot + (self.cold + 1) // 2
-            if self.ids == "hot_cold" and self.cold_hashes == 2
-            else None
-        )
 
 
 class DataSettings(Settings):
@@ -124,39 +68,6 @@ class DataSettings(Settings):
     """Rows held in memory and shuffled together, per rank; 0 keeps the order of the files."""
 
 
-class SparseOptimizer(Settings):
-    """The fused optimizer of the tables: only rows of the batch are read and written."""
-
-    name: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
-    """`rowwise_adagrad` keeps one number per row, `adagrad` one per weight, `sgd` none."""
-    learning_rate: float = pydantic.Field(default=0.05, gt=0)
-    """Step size of the tables, independent of the dense layers' one."""
-    eps: float = pydantic.Field(default=1e-8, gt=0)
-    """Added to the root of the squared gradients (Adagrad kinds only)."""
-
-
-class DenseOptimizer(Settings):
-    """The optimizer of everything that is not a table."""
-
-    name: Literal["adam", "adagrad", "sgd"] = "adam"
-    """Optimizer of torch.optim."""
-    learning_rate: float = pydantic.Field(default=1e-3, gt=0)
-    """Step size."""
-    eps: float = pydantic.Field(default=1e-8, gt=0)
-    """Added to the denominator (not used by sgd)."""
-    weight_decay: float = pydantic.Field(default=0.0, ge=0)
-    """L2 penalty on the dense weights; `l2` of a table is its like for tables."""
-
-
-class OptimizerSettings(Settings):
-    """One optimizer for the tables, one for the dense layers."""
-
-    sparse: SparseOptimizer = SparseOptimizer()
-    """Optimizer of the embedding tables."""
-    dense: DenseOptimizer = DenseOptimizer()
-    """Optimizer of the dense layers."""
-
-
 class TrainSettings(Settings):
     """The training loop."""
 
@@ -172,10 +83,16 @@ class TrainSettings(Settings):
     """`auto` takes CUDA devices when there are any."""
     threads_per_rank: Annotated[int, pydantic.Field(ge=1, le=4096)] | None = None
     """Threads that torch uses; None: OMP_NUM_THREADS if that is set, else the host's cores over its ranks."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the dense layers' matrix products while they train; weights, tables, evaluation and prediction are fp32."""
     shared_batch_statistics: bool = True
     """Normalisation layers see the batches of all ranks, so that N ranks train as one. False saves the exchange."""
     pipeline: Literal["auto", "plain", "sparse_dist"] = "auto"
     """`sparse_dist` overlaps the exchange of the next batch's ids with this step; `auto` does so on CUDA."""
+    plan: Text | None = None
+    """Plan file (a run's `plan.json`, or from `recsys plan --json`) to spread the tables by; None: plan anew."""
+    memory_per_rank: Annotated[Text, pydantic.AfterValidator(size_text)] | None = None
+    """Memory that a rank may use, such as `64MB` or `24GiB`; None: its GPU's, or its share of the host's."""
     log_every_steps: Count = 20
     """Steps between two points of the training loss curve."""
 
@@ -233,8 +150,8 @@ class Recipe(Settings):
             where = "data.group" if self.data.group == PREDICTION else "features"
             yield f"{where}: {PREDICTION!r} is the column that predictions are written to. Do: rename it in the data"
         for name, widths in self.model:
-            if isinstance(widths, tuple) and max(widths, default=0) > _MAX_WIDTH:
-                yield f"model.{name}: a layer is too wide. Received: {max(widths)}. Allowed: 1..{_MAX_WIDTH}"
+            if isinstance(widths, tuple) and max(widths, default=0) > MAX_WIDTH:
+                yield f"model.{name}: a layer is too wide. Received: {max(widths)}. Allowed: 1..{MAX_WIDTH}"
         used = {i.table for i in self.id_inputs}
         for name in sorted(used):
             if name == "default" or "." in name:
@@ -247,7 +164,7 @@ class Recipe(Settings):
             yield "model.name: din needs at least one feature of kind `history`. Do: add one, or use deepfm"
         if self.train.monitor == "gauc" and self.data.group is None:
             yield "train.monitor: gauc needs `data.group`. Do: name the column to group by, or monitor auc"
-        yield from self._sharding_problems(used)
+        yield from self._training_problems(used)
         if self.train.patience is not None and self.data.valid is None:
             yield "train.patience: early stopping needs `data.valid`. Do: name a validation set, or remove patience"
         if self.model.name == "deepfm":
@@ -255,24 +172,15 @@ class Recipe(Settings):
             if len(set(dims.values())) > 1:
                 yield f"tables: deepfm multiplies vectors with each other, so all need one `dim`. Received: {dims}"
 
-    def _attends_to(self, table: str) -> bool:
-        """Whether the model reads the vectors of a table one by one."""
-        return self.model.attends and any(
-            isinstance(i.feature, HistoryFeature) for i in self.id_inputs if i.table == table
-        )
-
-    def _sharding_problems(self, tables: set[str]) -> Iterator[str]:
+    def _training_problems(self, tables: set[str]) -> Iterator[str]:
         for name in sorted(tables):
-            sharding = self.table_settings(name).sharding
-            if sharding == "data_parallel" and self._attends_to(name):
+            settings, update = self.table_settings(name), self.table_update(name)
+            yield from table_problems(name, settings, update, self.train.device, attended=name in self.attended)
+            is_replicated = settings.sharding == "data_parallel" or update.name == "dense"
+            if settings.placement == "host_cached" and (is_replicated or self.train.device == "cpu"):
                 yield (
-                    f"tables.{name}.sharding: TorchRec cannot replicate the table of a history. "
-                    "Received: data_parallel. Allowed: auto, row_wise, table_wise, column_wise"
-                )
-            if sharding == "column_wise" and self.optimizer.sparse.name == "rowwise_adagrad":
-                yield (
-                    f"tables.{name}.sharding: column_wise cuts rows, of which rowwise_adagrad keeps one number each. "
-                    "Do: choose another sharding, or optimizer.sparse.name=adagrad"
+                    f"tables.{name}.placement: host_cached needs CUDA devices and a table that is not replicated. "
+                    "Allowed: auto, device"
                 )
 
     def _id_problems(self) -> Iterator[str]:
@@ -289,7 +197,7 @@ class Recipe(Settings):
                 yield (
                     f"tables.{i.table}.cold: two hashes need a row each. Received: {settings.cold}. Allowed: 2 and more"
                 )
-            if i.weights and self._attends_to(i.table):
+            if i.weights and i.table in self.attended:
                 yield (
                     f"features: {i.name!r} has weights and shares its table with a history, whose vectors the model "
                     "reads one by one. Do: give it another `table`"
@@ -339,13 +247,30 @@ class Recipe(Settings):
         return settings if fixed is None else settings.model_copy(update={"ids": "exact", "rows": fixed})
 
     @functools.cached_property
+    def attended(self) -> frozenset[str]:
+        """Tables that the model reads event by event: those of histories, where it attends to them."""
+        histories = [i for i in self.id_inputs if isinstance(i.feature, HistoryFeature)]
+        return frozenset(i.table for i in histories) if self.model.attends else frozenset()
+
+    def table_update(self, name: str) -> TableUpdate:
+        """How a table is trained, with every setting resolved."""
+        settings = self.table_settings(name)
+        return self.optimizer.of_table(settings.optimizer, freeze=settings.freeze)
+
+    def excluded_kinds(self, name: str) -> dict[str, str]:
+        """Sharding kind -> why a table cannot be split so."""
+        return excluded_kinds(self.table_settings(name), self.table_update(name), attended=name in self.attended)
+
+    @functools.cached_property
     def inputs(self) -> Inputs:
         """Tables and features as models read them."""
         tables = []
         for name in dict.fromkeys(i.table for i in self.id_inputs):
             settings = self.table_settings(name)
             rows = settings.id_rows + RESERVED_ROWS
-            tables.append(Table(name, rows, settings.dim, settings.init_std, settings.l2, settings.second_row))
+            tables.append(
+                Table(name, rows, settings.dim, settings.init_std, settings.l2, settings.second_row, settings.dtype)
+            )
         return Inputs(
             tables=tuple(tables),
             fields=tuple(
@@ -376,14 +301,17 @@ class Recipe(Settings):
 
     def resolved(self) -> "Recipe":
         """The recipe with its data paths written out, to be read from any folder."""
-        return self.model_copy(
-            update={"data": self.data.model_copy(update={str(split): path for split, path in self.paths.items()})}
-        )
+        data = self.data.model_copy(update={str(split): path for split, path in self.paths.items()})
+        tables = {
+            name: t.model_copy(update={"vectors": expand_path(t.vectors)}) if t.vectors else t
+            for name, t in self.tables.items()
+        }
+        return self.model_copy(update={"data": data, "tables": tables})
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> "Recipe":
         """A copy with other values, unchecked."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in ("id_inputs", "inputs"):  # Derived from the values that may have changed.
+        for name in ("id_inputs", "attended", "inputs"):  # Derived from the values that may have changed.
             copied.__dict__.pop(name, None)
         return copied
 

@@ -13,6 +13,7 @@ import yaml
 from recsys.errors import UserError, nearest
 from recsys.features import Feature
 from recsys.models.config import ModelConfig
+from recsys.optimizer_settings import refused_key, refused_value
 from recsys.recipe import FLOAT, Recipe, TableSettings
 
 
@@ -161,6 +162,8 @@ def _describe(error: Any) -> list[str]:
     if kind == "invalid_key" or full[-1:] == ("[key]",):
         return [f"{key}: a key must be text. Received: {_SHOWN.repr(given)}. Do: quote it"]
     if kind == "extra_forbidden":
+        if (reason := refused_key(location)) is not None:
+            return [f"{key}: {reason}"]
         allowed = list(_class_at(full).model_fields)
         return [f"{key}: unknown key. Allowed: {sorted(allowed)}.{nearest(str(last), allowed)}"]
     if kind == "missing":
@@ -175,6 +178,8 @@ def _describe(error: Any) -> list[str]:
         found = str(error["ctx"]["tag"])
         return [f"{key}: unknown {tag} {_SHOWN.repr(found)}. Allowed: {names}.{nearest(found, names)}"]
     if kind == "literal_error":
+        if (reason := refused_value(location, given)) is not None:
+            return [f"{key}: {reason}"]
         names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return [f"{key}: unknown value {_SHOWN.repr(given)}. Allowed: {names}.{nearest(str(given), names)}"]
     must_be = _MUST_BE.get(kind) or error["msg"].removeprefix("Input should be ")
@@ -197,11 +202,17 @@ def _class_at(location: tuple[Any, ...]) -> type[pydantic.BaseModel]:
     for index, part in enumerate(location[:-1]):
         if index == _TAG_AT.get(location[0]):
             node = by_tag[part]
-        elif part == "tables":
+        elif location[0] == "tables" and index < 2:  # the table's name is no key of any settings
             node = TableSettings
-        elif isinstance(found := _annotation(node, part), type(pydantic.BaseModel)):
+        elif (found := _settings_in(_annotation(node, part))) is not None:
             node = found
     return node
+
+
+def _settings_in(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """The settings that a field holds, or may hold."""
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type(pydantic.BaseModel))), None)
 
 
 def _annotation(model: type[pydantic.BaseModel], name: Any) -> Any:

@@ -22,6 +22,8 @@ class Table:
 
     `second_row`: ids may read two rows, the sum of which is their vector. Rows from this one on are second rows: where
     one stands in a list of rows, it belongs to the id of the row in front of it. None: every row is an id.
+
+    `dtype` is what the weights are stored as; vectors come out as fp32.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Table:
     init_std: float = 0.01
     l2: float = 0.0
     second_row: int | None = None
+    dtype: Literal["fp32", "fp16"] = "fp32"
 
 
 @dataclasses.dataclass(frozen=True)

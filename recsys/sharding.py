@@ -1,134 +1,121 @@
-"""Topology, planner, plan, wrapping: the only file that knows how tables are spread over ranks."""
-
-from typing import Any
+"""A model's tables spread over ranks: the agreed plan, wrapping, initial values. How a plan is made: `planner.py`."""
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import (
-    HardwareConfig,
-    KernelConfig,
-    PlannerError,
-    Topology,
-    TopologyFactory,
-    TrainerConfig,
+from torchrec.distributed.sharding_plan import placement
+from torchrec.distributed.types import (
+    CacheParams,
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardMetadata,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recsys.distributed import Ranks, broadcast
+from recsys.cluster import Cluster, cluster_here
+from recsys.distributed import Ranks, agreed, broadcast, gather
 from recsys.embedding import Embeddings, initial_rows, stored_name, table_of_parameter
 from recsys.errors import UserError
-from recsys.machine import usable_memory_bytes
+from recsys.plan import Plan, TablePlan
+from recsys.planner import Planner, sharders, torchrec_kind
 from recsys.recipe import Recipe
 
-_MEMORY_RESERVE = 0.1  # share of a rank's memory that the planner leaves alone
+
+def cluster_of_ranks(ranks: Ranks, memory: str | None = None) -> Cluster:
+    """The cluster as it is seen from this rank; `memory` is that of `train.memory_per_rank`."""
+    gpu = None
+    if ranks.device.type == "cuda":
+        found = torch.cuda.get_device_properties(ranks.device)
+        gpu = (found.name, found.total_memory)
+    return cluster_here(ranks.world_size, ranks.local_world_size, gpu=gpu, memory=memory)
 
 
-class _BagSharder(EmbeddingBagCollectionSharder):
-    """TorchRec leaves the row-wise kinds out on CPU ranks, where gloo's reduce-scatter now carries them."""
+def agreed_plan(model: nn.Module, recipe: Recipe, ranks: Ranks, *, trains: bool = True) -> Plan:
+    """The plan of the recipe's file, or the one that rank 0 makes, on every rank.
 
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        row_wise = [ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value]
-        return list(dict.fromkeys([*super().sharding_types(compute_device_type), *row_wise]))
-
-
-class _SequenceSharder(EmbeddingCollectionSharder):
-    """TorchRec 1.8 cannot replicate a sequence table that two features share, so replicas are not offered."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [t for t in super().sharding_types(compute_device_type) if t != ShardingType.DATA_PARALLEL.value]
-
-
-def sharders() -> list[Any]:
-    """What can split which collection."""
-    return [_BagSharder(), _SequenceSharder()]
-
-
-def topology(ranks: Ranks) -> Topology:
-    """The cluster as it is: kind and memory of each rank, ranks per host."""
-    host = usable_memory_bytes() // ranks.local_world_size
-    device = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else 0
-    return TopologyFactory.create_topology(
-        trainer_config=TrainerConfig(world_size=ranks.world_size, local_world_size=ranks.local_world_size),
-        hardware_config=HardwareConfig(hbm_cap_bytes=device, ddr_cap_bytes=host),
-        kernel_config=KernelConfig(compute_device=ranks.device.type),
-    )
-
-
-def make_plan(model: nn.Module, recipe: Recipe, cluster: Topology, batch_size_per_rank: int) -> ShardingPlan:
-    """Plan the tables of an unsharded model for a cluster, which need not be the one we are on.
+    Args:
+        model: The unsharded model, its tables on the meta device.
+        recipe: What it was built from.
+        ranks: Who we are.
+        trains: False for a model that is only read: any ranks may do that, so that no file binds them.
 
     Raises:
-        UserError: No plan fits.
+        UserError: There is no plan, or the ranks read different files; on all ranks.
     """
-    constraints = {}
-    for module in model.modules():
-        if not isinstance(module, Embeddings):
-            continue
-        for name, _ in module.table_weights():
-            wanted = recipe.table_settings(name).sharding
-            constraints[stored_name(name)] = ParameterConstraints(sharding_types=_kinds(wanted, recipe, cluster))
-    planner = EmbeddingShardingPlanner(
-        topology=cluster,
-        batch_size=batch_size_per_rank,
-        storage_reservation=FixedPercentageStorageReservation(_MEMORY_RESERVE),
-        constraints=constraints,
-        debug=False,
-        stats=[],
+    pinned = recipe.train.plan if trains else None
+    with agreed("plan"):
+        plan = None
+        if pinned or ranks.rank == 0:
+            cluster = cluster_of_ranks(ranks, recipe.train.memory_per_rank)
+            planner = Planner(model, recipe, cluster, trains=trains)
+            plan = planner.adopt(Plan.read(pinned)) if pinned else planner.plan()
+    if not pinned:
+        plan = broadcast(plan)
+    assert plan is not None, "rank 0 has a plan or an error"
+    _require_one_plan(plan, ranks)
+    return plan
+
+
+def _require_one_plan(plan: Plan, ranks: Ranks) -> None:
+    """Ranks that split tables differently would wait for each other, or train nonsense."""
+    fingerprints = gather(plan.fingerprint)
+    if len(set(fingerprints)) > 1:
+        ranks_of = {found: [r for r, f in enumerate(fingerprints) if f == found] for found in fingerprints}
+        error = UserError(
+            "The ranks hold different plans: the plan fingerprint differs",
+            received="; ".join(f"{found} on ranks {some}" for found, some in ranks_of.items()),
+            allowed="one plan for all ranks",
+            fix="let train.plan name the same file on every node",
+        )
+        error.is_printed_here = ranks.rank == 0
+        raise error
+
+
+def torchrec_plan(plan: Plan, model: nn.Module) -> ShardingPlan:
+    """A plan in TorchRec's classes, by the modules that hold the tables."""
+    tables = {stored_name(table.name): table for table in plan.tables}
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            bags = isinstance(module, EmbeddingBagCollection)
+            configs = module.embedding_bag_configs() if bags else module.embedding_configs()
+            found[path] = EmbeddingModuleShardingPlan({c.name: _parameter(tables[c.name], plan) for c in configs})
+    return ShardingPlan(found)
+
+
+def _parameter(table: TablePlan, plan: Plan) -> ParameterSharding:
+    replicated = table.kind == "data_parallel"
+    shards = [
+        ShardMetadata(
+            shard_offsets=[shard.row_offset, shard.col_offset],
+            shard_sizes=[shard.rows, shard.cols],
+            placement=placement(plan.device, shard.rank, plan.devices_per_node),
+        )
+        for shard in table.shards
+    ]
+    return ParameterSharding(
+        sharding_type=torchrec_kind(table.kind),
+        compute_kernel=table.kernel,
+        ranks=[shard.rank for shard in table.shards],
+        sharding_spec=None if replicated else EnumerableShardingSpec(shards),
+        cache_params=CacheParams(load_factor=table.cached_share) if table.cached_share else None,
     )
-    try:
-        return planner.plan(model, sharders())
-    except PlannerError as error:
-        raise UserError(
-            f"The tables do not fit on {cluster.world_size} ranks",
-            received=" ".join(str(error).split()),
-            fix="use more ranks, fewer or narrower rows, or another `sharding`",
-        ) from error
 
 
-def _kinds(wanted: str, recipe: Recipe, cluster: Topology) -> list[str]:
-    """The kinds that the planner may choose from."""
-    if wanted != "auto":
-        return [ShardingType[wanted.upper()].value]
-    if cluster.world_size == 1:
-        # nothing to split: a replica would only lose the fused kernel
-        return [ShardingType.TABLE_WISE.value]
-    kinds = [ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE]
-    if recipe.optimizer.sparse.name != "rowwise_adagrad":  # see Recipe: its state is one number per whole row
-        kinds.append(ShardingType.COLUMN_WISE)
-    return [kind.value for kind in kinds]
-
-
-def shard(model: nn.Module, plan: ShardingPlan, ranks: Ranks) -> DistributedModelParallel:
+def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParallel:
     """Spread the tables over the ranks as planned and replicate everything else."""
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(ranks.group),
         device=ranks.device,
-        plan=plan,
+        plan=torchrec_plan(plan, model),
         sharders=sharders(),
         # one rank has nobody to average gradients with
         init_data_parallel=ranks.world_size > 1,
     )
-
-
-def agreed_plan(model: nn.Module, recipe: Recipe, ranks: Ranks) -> ShardingPlan:
-    """The plan that rank 0 makes, on every rank; also its error."""
-    outcome: ShardingPlan | UserError
-    if ranks.rank == 0:
-        try:
-            outcome = make_plan(model, recipe, topology(ranks), recipe.data.batch_size_per_rank)
-        except UserError as error:
-            outcome = error
-    outcome = broadcast(outcome if ranks.rank == 0 else None)
-    if isinstance(outcome, UserError):
-        outcome.is_printed_here = ranks.rank == 0
-        raise outcome
-    return outcome
 
 
 @torch.no_grad()
@@ -145,48 +132,3 @@ def initialize_tables(model: DistributedModelParallel, embeddings: Embeddings, s
             target = shard.tensor if sharded else shard
             rows = initial_rows(tables[name], seed, row, row + target.shape[0], width)
             target.copy_(rows[:, column : column + target.shape[1]])
-
-
-def describe(plan: ShardingPlan, embeddings: Embeddings, world_size: int, dense_bytes: int) -> dict[str, Any]:
-    """The plan as plain data: table -> kind, kernel, and the rows, columns and bytes of each shard."""
-    rows_of = {name: weight.shape for name, weight in embeddings.table_weights()}
-    tables_by_stored_name = {stored_name(name): name for name in rows_of}
-    tables = []
-    for module_plan in plan.plan.values():
-        for stored, parameter in module_plan.items():
-            name = tables_by_stored_name[stored]
-            shape = rows_of[name]
-            spec = parameter.sharding_spec
-            if spec is None:
-                whole = {
-                    "row_offset": 0,
-                    "rows": shape[0],
-                    "col_offset": 0,
-                    "cols": shape[1],
-                    "bytes": 4 * shape.numel(),
-                }
-                shards = [{"rank": rank, **whole} for rank in range(world_size)]
-            else:
-                shards = [
-                    {
-                        "rank": s.placement.rank(),
-                        "row_offset": s.shard_offsets[0],
-                        "rows": s.shard_sizes[0],
-                        "col_offset": s.shard_offsets[1],
-                        "cols": s.shard_sizes[1],
-                        "bytes": 4 * s.shard_sizes[0] * s.shard_sizes[1],
-                    }
-                    for s in spec.shards
-                ]
-            table = embeddings.inputs.table(name)
-            tables.append(
-                {
-                    "name": name,
-                    "rows": table.rows,
-                    "dim": table.dim,
-                    "kind": parameter.sharding_type,
-                    "kernel": parameter.compute_kernel,
-                    "shards": shards,
-                }
-            )
-    return {"world_size": world_size, "dense_bytes": dense_bytes, "tables": tables}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
-from recsys import checkpoint, metrics, report, scoring
+from recsys import checkpoint, metrics, optim, report, scoring, vectors
 from recsys.data.batch import Batch
 from recsys.data.reader import Prefetcher, Reader
 from recsys.distributed import agreed, broadcast, process_group
@@ -64,6 +64,8 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Resul
         reader = data.reader("train", shuffle_rows=recipe.data.shuffle_rows)
         with contextlib.closing(data.batches(reader, range(1, recipe.train.epochs + 1))) as batches:
             job = assemble(recipe, ranks, encoder)  # while the first batches are made
+            with agreed("vectors"):
+                vectors.load_named(job)
             folder = RunFolder.create(run, recipe, name, ranks)
             return _train(job, data, folder, learnt, reader, batches)
 
@@ -74,6 +76,7 @@ def _train(
     with folder.logging():
         facts = environment(job.ranks, torch.get_num_threads())
         facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
+        facts["optimizers"] = job.describe_optimizers()
         folder.write_json("environment.json", facts)
         folder.write_json("plan.json", job.describe_plan())
         _describe_start(job, data, folder, learnt)
@@ -99,7 +102,6 @@ def _store(learnt: Survey, folder: RunFolder) -> None:
 
 def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> None:
     rows = ", ".join(f"{split} {found.num_rows:,}" for split, found in data.sets.items())
-    kinds = ", ".join(f"{t['name']} {t['kind']}" for t in job.describe_plan()["tables"])
     log.info("Run folder %s", folder.path)
     log.info(
         "%d rank(s) on %s, %d thread(s) each; rows: %s",
@@ -108,7 +110,10 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
         torch.get_num_threads(),
         rows,
     )
-    log.info("Tables: %s", kinds)
+    for line in job.plan.summary():
+        log.info("%s", line)
+    for sentence in optim.sentences(job.describe_optimizers()):
+        log.info("%s", sentence)
     for note in learnt.notes:
         log.info("%s", note)
     for split, found in data.sets.items():
@@ -127,8 +132,12 @@ class _Training:
         self.job, self.data, self.folder, self.learnt = job, data, folder, learnt
         self.reader, self.batches = reader, batches  # the batches of all epochs, one epoch after another
         self.settings, self.device = job.recipe.train, job.ranks.device
-        self.optimizer = job.optimizer()
-        self.reporter = Reporter(folder, self.reader.num_steps * self.settings.epochs)
+        total_steps = self.reader.num_steps * self.settings.epochs
+        self.optimizer = job.optimizer(total_steps)
+        warmup_steps = job.recipe.optimizer.schedule.warmup_steps
+        if folder.writes and warmup_steps >= total_steps:
+            log.warning("optimizer.schedule: %d warm-up steps, but the run has %d", warmup_steps, total_steps)
+        self.reporter = Reporter(folder, total_steps)
         self.step = 0
         self.best: dict[str, Any] = {}  # the evaluation of the kept epoch; empty before the first
         self.best_valid: scoring.Evaluation | None = None
@@ -169,7 +178,7 @@ class _Training:
                     mean = self._mean(losses)
                     total += mean * len(losses)
                     losses = []
-                    self.reporter.lost(self.step, mean)
+                    self.reporter.lost(self.step, mean, self.optimizer.learning_rates())
         elapsed_s = time.perf_counter() - start_s
         if not self.settings.shared_batch_statistics:
             average_statistics(self.job.task, self.job.ranks.group)

@@ -17,6 +17,10 @@ HARD_LIMIT_S = 120
 SURFACE = {
     "prepare": {"--output", "--source"},
     "check": set(),
+    "plan": {
+        *("--nodes", "--devices-per-node", "--device", "--machine", "--memory", "--host-memory"),
+        *("--memory-bandwidth", "--intra-bandwidth", "--inter-bandwidth", "--json", "--picture"),
+    },
     "train": {"--run", "--run-dir"},
     "evaluate": {"--data", "--json"},
     "vocab": {"--output", "--grow", "--json"},

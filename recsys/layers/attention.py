@@ -55,7 +55,7 @@ class LocalActivation(nn.Module):
             lengths_B: Number of events of each row.
         """
         row_N = row_of_event(lengths_B, keys_ND.shape[0])
-        weight_N1 = self.rest(self._first_layer(query_BD, keys_ND, row_N))
+        weight_N1 = self.rest(self._first_layer(query_BD, keys_ND, row_N)).float()  # summed below, too long for bf16
         if self.normalization == "softmax":
             weight_N1 = segment_softmax(weight_N1, row_N, lengths_B.shape[0])
         return segment_sum(weight_N1 * keys_ND, row_N, lengths_B.shape[0])
