@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.errors import UserError
-from recsys.machine import usable_cores
+from recsys.machine import keep_freed_memory, usable_cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         threads = max(1, usable_cores() // local_world_size)
     if threads is not None:
         torch.set_num_threads(threads)
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"

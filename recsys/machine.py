@@ -1,12 +1,17 @@
 """What this process may use of its host: cores and memory, with the limits of its control groups."""
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST_KEPT_BYTES = 2**25  # glibc allows no more: larger blocks always come from the kernel and go back to it
+_KEPT_BYTES = 2**30  # as most, at the end of the heap; a step of Criteo's size frees 300 MB
 
 
 def usable_cores() -> int:
@@ -42,6 +47,19 @@ def memory_info_bytes(key: str) -> int:
     meminfo = Path("/proc/meminfo")
     match = re.search(rf"{key}:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     return int(match[1]) * 1024 if match else 0
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what tensors free instead of handing it back to the kernel, which hands it out page by page.
+
+    A training step frees and asks for the same large blocks again and again: without this, page faults take up to a
+    third of it. glibc only; elsewhere nothing happens.
+
+    Returns:
+        Whether it was done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return bool(mallopt and mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
 def _cgroup_values(controller: str, name: str) -> list[str]:

@@ -185,9 +185,9 @@ def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
     }
     if "reader_wait_share" in answers[0]:
         found["reader_wait_share"] = median([a["reader_wait_share"] for a in answers])
-        found["reader_thread_cpu_ms"] = {
-            key: round(statistics.mean(a["reader_thread_cpu_ms"][key] for a in answers), 2)
-            for key in answers[0]["reader_thread_cpu_ms"]
+        found["input_cpu_ms"] = {
+            key: round(statistics.mean(a["input_cpu_ms"][key] for a in answers), 2)
+            for key in answers[0]["input_cpu_ms"]
         }
     return found
 
@@ -271,8 +271,8 @@ def _print(results: dict[str, Any]) -> None:
             table.add_row(name, why)
         console.print(table)
         for name, parts in setting.get("breakdown", {}).items():
-            thread = {"reader_thread_cpu_ms": setting["contestants"][name]["reader_thread_cpu_ms"]}
-            for kind, spent in (parts | thread).items():
+            spent_on_input = {"input_cpu_ms": setting["contestants"][name]["input_cpu_ms"]}
+            for kind, spent in (parts | spent_on_input).items():
                 console.print(f"  {name}, {kind}: " + ", ".join(f"{k} {v:g}" for k, v in spent.items()))
         for dtype, found in setting.get("products", {}).items():
             console.print(f"  matrix products, {dtype}: {found}")

@@ -13,8 +13,8 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ KINDS = {
 }
 """Kind of work -> what the names of torch.profiler's events begin with or contain; the first that fits counts."""
 _PROFILED_STEPS = 5
-R = TypeVar("R")
 
 
 def main() -> None:
@@ -91,7 +90,7 @@ class _Training:
         survey(data)
         reader = data.reader("train", shuffle_rows=recipe.data.shuffle_rows)
         self.num_rows = sum(reader.rows_by_rank(0))
-        self.thread = _ThreadTimes(encoder)
+        self.input = _InputTimes(encoder)
         self.batches = data.batches(reader, itertools.count(1))
         self.job = assemble(recipe, ranks, encoder)
         self.optimizer = self.job.optimizer()
@@ -103,7 +102,7 @@ class _Training:
         """Rows per second of all ranks together, over so many steps that they take some time."""
         first = timed(lambda _: self.pipeline.progress(self.batches), seconds=0, least=3)
         num_steps = broadcast(max(4, math.ceil(seconds / median(first))))
-        self.thread.start()
+        self.input.start()
         start_s, waited_s = time.perf_counter(), self.batches.waited_s
         for _ in range(num_steps):
             loss, _ = self.pipeline.progress(self.batches)
@@ -113,7 +112,7 @@ class _Training:
             "rows_per_s": median([self.num_rows * num_steps / elapsed_s]),
             "step_s": median([elapsed_s / num_steps]),
             "reader_wait_share": round((self.batches.waited_s - waited_s) / elapsed_s, 4),
-            "reader_thread_cpu_ms": self.thread.stop(),
+            "input_cpu_ms": self.input.stop(),
             "peak_bytes": sum(gather(peak_bytes())),
         }
 
@@ -180,39 +179,43 @@ class _Clock(contextlib.AbstractContextManager["_Clock"]):
         self.spent.append(1e3 * (time.perf_counter() - self.start_s))
 
 
-class _ThreadTimes:
-    """CPU time of the reader's thread: all of it, and what the encoder takes of it."""
+class _InputTimes:
+    """CPU time of the input: what the reader's thread takes, encoding included, and what the training thread adds."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoding_s, self.total_s, self.num_batches = 0.0, 0.0, 0
-        encoder.encode_rows = self._timed(encoder.encode_rows)  # type: ignore[method-assign]
-        encoder.batch = self._timed(encoder.batch, ends_batch=True)  # type: ignore[method-assign]
+        self.spent_s = {"read": 0.0, "encode": 0.0, "batch": 0.0}
+        self.num_batches = 0
+        encode, batch = encoder.encode_rows, encoder.batch
 
-    def _timed(self, function: Callable[..., R], *, ends_batch: bool = False) -> Callable[..., R]:
-        def run(*arguments: Any, **options: Any) -> R:
-            start_s = time.thread_time()
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.total_s = time.thread_time()
-                self.encoding_s += self.total_s - start_s
-                self.num_batches += ends_batch
+        def encode_rows(*arguments: Any, **options: Any) -> Any:
+            with self._adding("encode"):
+                found = encode(*arguments, **options)
+            self.spent_s["read"] = time.thread_time() - self.spent_s["encode"]
+            return found
 
-        return run
+        def batched(*arguments: Any) -> Any:
+            self.num_batches += 1
+            with self._adding("batch"):
+                return batch(*arguments)
+
+        replaced: Any = encoder
+        replaced.encode_rows, replaced.batch = encode_rows, batched
+
+    @contextlib.contextmanager
+    def _adding(self, name: str) -> Iterator[None]:
+        start_s = time.thread_time()
+        yield
+        self.spent_s[name] += time.thread_time() - start_s
 
     def start(self) -> None:
         """Forget what was before."""
-        self._before = (self.encoding_s, self.total_s, self.num_batches)
+        self._before = (dict(self.spent_s), self.num_batches)
 
     def stop(self) -> dict[str, float]:
         """Milliseconds per batch since `start`."""
-        now = (self.encoding_s, self.total_s, self.num_batches)
-        encoding_s, total_s, num_batches = (b - a for a, b in zip(self._before, now, strict=True))
-        per_batch = 1e3 / max(num_batches, 1)
-        return {
-            "encode": round(encoding_s * per_batch, 2),
-            "read and shuffle": round((total_s - encoding_s) * per_batch, 2),
-        }
+        before, num_batches = self._before
+        per_batch = 1e3 / max(self.num_batches - num_batches, 1)
+        return {name: round((spent_s - before[name]) * per_batch, 2) for name, spent_s in self.spent_s.items()}
 
 
 class _LinearShapes(TorchFunctionMode):

@@ -12,6 +12,8 @@ Differs from the paper: nothing in the formula. The paper leaves open
 - a batch of fewer than two rows: the moving averages are used (`recsys.layers.norm`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -34,5 +36,30 @@ class Dice(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """(B, D) -> (B, D); the statistics are over the B rows given, so give none that are padding. B may be 0."""
-        p_BD = torch.sigmoid(self.norm(x_BD))
-        return x_BD * torch.addcmul(self.alpha, 1 - self.alpha, p_BD)
+        return _Gate.apply(x_BD, self.norm(x_BD), self.alpha)
+
+
+class _Gate(torch.autograd.Function):
+    """x * (alpha + (1 - alpha) p), p = sigmoid(z), with three fresh tensors on the way back where autograd makes nine.
+
+    Events are many and units few: the time goes into memory, not arithmetic.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor, z_BD: Tensor, alpha_D: Tensor) -> Tensor:
+        p_BD = torch.sigmoid(z_BD)
+        ctx.save_for_backward(x_BD, p_BD, alpha_D)
+        return _slope(p_BD, alpha_D).mul_(x_BD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_BD, p_BD, alpha_D = ctx.saved_tensors
+        negative_BD = grad_BD * x_BD
+        negative_BD.addcmul_(negative_BD, p_BD, value=-1)  # grad * x * (1 - p), what alpha multiplies
+        grad_alpha_D = negative_BD.sum(0, dtype=alpha_D.dtype)
+        grad_z_BD = negative_BD.mul_(p_BD).mul_((1 - alpha_D).to(p_BD.dtype))
+        return _slope(p_BD, alpha_D).mul_(grad_BD), grad_z_BD, grad_alpha_D
+
+
+def _slope(p_BD: Tensor, alpha_D: Tensor) -> Tensor:
+    return torch.addcmul(alpha_D.to(p_BD.dtype), (1 - alpha_D).to(p_BD.dtype), p_BD)
