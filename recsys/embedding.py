@@ -11,13 +11,13 @@ EmbeddingCollections. Three limits of the kernels end here and are never seen ou
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.errors import UserError
 from recsys.layers.segment import row_of_event, segment_sum
@@ -27,6 +27,20 @@ _WIDTH_UNIT = 4  # FBGEMM's table kernels refuse other row widths
 _PREFIX = "table_"  # TorchRec keeps tables in a ModuleDict, which refuses names such as `type` or `items`
 _DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 _INIT_BLOCK_ROWS = 1024  # rows drawn from one generator; part of what a seed means, so never change it
+
+
+class LookedUp(NamedTuple):
+    """The vectors of a batch of B rows.
+
+    Attributes:
+        vectors: For every field, and every history that is pooled, (B, dim); an empty bag gives zeros.
+        events: For every history column that is not, ((N, dim), (B,) lengths), the N events row after row.
+        extras: The extra columns behind `vectors`, (B, extra_columns); empty where tables have none.
+    """
+
+    vectors: dict[str, Tensor]
+    events: dict[str, tuple[Tensor, Tensor]]
+    extras: dict[str, Tensor]
 
 
 class Embeddings(nn.Module):
@@ -57,6 +71,7 @@ class Embeddings(nn.Module):
                 fix="give these fields a table that no history shares",
             )
         self.divisors, self.id_vectors = _Divisors(), _IdVectors()
+        self.columns = _Columns({n: (inputs.table_of(n).dim, extra_columns) for n in self.layout.pooled})
         device = torch.device(table_device or "cpu")
         pooled, sequence = self._by_table(self.layout.pooled), self._by_table(self.layout.sequence)
         self.pooled = (
@@ -107,13 +122,7 @@ class Embeddings(nn.Module):
         wanted = self.inputs.table(table).dim + self.extra_columns
         return -(-wanted // _WIDTH_UNIT) * _WIDTH_UNIT
 
-    def width_of(self, feature: str) -> int:
-        """Width of a feature's vector with its extra columns, without padding."""
-        return self.inputs.table_of(feature).dim + self.extra_columns
-
-    def forward(
-        self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor, weights: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    def forward(self, pooled: KeyedJaggedTensor, sequence: KeyedJaggedTensor, weights: Tensor) -> "LookedUp":
         """Vectors of every feature, padding removed.
 
         Args:
@@ -121,38 +130,40 @@ class Embeddings(nn.Module):
             sequence: ids of `layout.sequence`.
             weights: (B,) loss weights of the rows; they scale `l2`, and tell B where the ids were padded with empty
                 bags (`Batch.pad_bags`).
-
-        Returns:
-            One vector per row for every field, (B, width), an empty bag giving zeros; and for every unpooled
-            history column (values (N, width), lengths (B,)), rows one after another. N is the number of events.
         """
         num_rows = weights.shape[0]
-        vectors: dict[str, Tensor] = {}
-        events: dict[str, tuple[Tensor, Tensor]] = {}
+        found = LookedUp({}, {}, {})
         if self.pooled is not None:
-            looked_up = self.pooled(pooled)
+            looked_up = self.columns(self.pooled(pooled), num_rows)
             lengths = pooled.lengths().view(len(self.layout.pooled), -1)[:, :num_rows]
             for index, name in enumerate(self.layout.pooled):
-                vector = looked_up[name][:num_rows, : self.width_of(name)]
-                if name in self._means and (name in self._weighted or name in self._second_rows):
-                    second_row = self._second_rows.get(name)
-                    divisor = self.divisors(pooled, index, second_row, name in self._weighted)[:num_rows]
-                    vector = vector / divisor.unsqueeze(1)
-                elif name in self._means:
-                    vector = vector / lengths[index].clamp(min=1).unsqueeze(1)
-                vectors[name] = self._with_l2(name, vector, weights)
+                vector, extra = looked_up[name]
+                if name in self._means:
+                    divisor = lengths[index].clamp(min=1)
+                    if name in self._weighted or name in self._second_rows:
+                        second_row = self._second_rows.get(name)
+                        divisor = self.divisors(pooled, index, second_row, name in self._weighted)[:num_rows]
+                    vector, extra = vector / divisor.unsqueeze(1), extra / divisor.unsqueeze(1)
+                self._add(found, name, vector, extra, weights)
         for collection, names in zip(self.sequence, self._names_by_collection, strict=True):
             jagged = collection(sequence)
             for name in names:
-                values, lengths = jagged[name].values()[:, : self.width_of(name)], jagged[name].lengths()[:num_rows]
+                values, lengths = jagged[name].values(), jagged[name].lengths()[:num_rows]
                 if name in self._second_rows:
                     place = self.layout.sequence.index(name)
                     values, lengths = self.id_vectors(values, lengths, sequence, place, self._second_rows[name])
+                dim = self.inputs.table_of(name).dim
                 if name in self._histories:
-                    events[name] = (self._with_l2(name, values, weights, lengths), lengths)
+                    found.events[name] = (self._with_l2(name, values[:, :dim], weights, lengths), lengths)
                 else:
-                    vectors[name] = self._with_l2(name, self._pool(name, values, lengths), weights)
-        return vectors, events
+                    vector = self._pool(name, values, lengths)
+                    self._add(found, name, vector[:, :dim], vector[:, dim : dim + self.extra_columns], weights)
+        return found
+
+    def _add(self, found: "LookedUp", name: str, vector: Tensor, extra: Tensor, weights: Tensor) -> None:
+        found.vectors[name] = self._with_l2(name, vector, weights)
+        if self.extra_columns:
+            found.extras[name] = self._with_l2(name, extra, weights)
 
     def _with_l2(self, name: str, vectors: Tensor, weights: Tensor, lengths: Tensor | None = None) -> Tensor:
         strength = self.inputs.table_of(name).l2
@@ -188,11 +199,36 @@ def _ids_of(features: KeyedJaggedTensor, place: int) -> tuple[slice, Tensor]:
     return slice(start, start + int(lengths[place].sum())), lengths[place]
 
 
-class _Divisors(nn.Module):
-    """What the sum of the vectors of a list is divided by for their mean: the number of its ids, or their weight.
+class _Columns(nn.Module):
+    """Cuts the vectors of all features apart, and each from its extra columns and its padding.
 
-    A module, so that TorchRec's tracer takes it as a whole; so is the next one.
+    All at once: autograd then puts the gradients together in one copy. Cut out one by one, every feature would have a
+    gradient as large as all of them, zero but for its own columns, and these would be summed.
+
+    A module, so that TorchRec's tracer takes it as a whole; so are the next ones.
     """
+
+    def __init__(self, widths: dict[str, tuple[int, int]]) -> None:
+        """Args: feature -> columns of its vector, and extra ones."""
+        super().__init__()
+        self._widths = widths
+
+    def forward(self, looked_up: KeyedTensor, num_rows: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Feature -> (num_rows, dim) and (num_rows, extra columns)."""
+        values, names = looked_up.values(), looked_up.keys()
+        if values.shape[0] != num_rows:
+            values = values[:num_rows]
+        sizes = [
+            size
+            for name, stored in zip(names, looked_up.length_per_key(), strict=True)
+            for size in (*self._widths[name], stored - sum(self._widths[name]))
+        ]
+        parts = values.split(sizes, dim=1)
+        return dict(zip(names, zip(parts[::3], parts[1::3], strict=True), strict=True))
+
+
+class _Divisors(nn.Module):
+    """What the sum of the vectors of a list is divided by for their mean: the number of its ids, or their weight."""
 
     def forward(self, features: KeyedJaggedTensor, place: int, second_row: int | None, weighted: bool) -> Tensor:
         """(B,) for the feature at a place, 1 where there is nothing to divide; second rows do not count."""

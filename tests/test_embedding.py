@@ -29,7 +29,7 @@ def test_lookups_equal_plain_indexing_whatever_the_width(attends):
     embeddings = Embeddings(INPUTS, attends=attends)
     weights = {name: weight[:, : INPUTS.table(name).dim] for name, weight in embeddings.table_weights()}
     batch = Batch.from_lists(embeddings.layout, IDS)
-    vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
+    vectors, events, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
     for row in range(4):
         assert torch.equal(vectors["item"][row], weights["item"][IDS["item"][row]])
         bag = weights["tag"][IDS["tags"][row]]
@@ -54,7 +54,7 @@ def test_l2_is_the_gradient_of_a_penalty_on_what_the_rows_looked_up(attends):
     batch.weights = torch.tensor([0.1, 0.7, 0.2, 1.5])
 
     def loss(embeddings: Embeddings, strength: float) -> torch.Tensor:
-        vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
+        vectors, events, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
         total = sum(v.sin().sum() for v in vectors.values()) + sum(v.sin().sum() for v, _ in events.values())
         for vector in vectors.values():
             total = total + strength / 2 * (batch.weights[:, None] * vector.square()).sum()

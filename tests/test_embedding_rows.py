@@ -117,7 +117,7 @@ def mixed(vectors: dict[str, Tensor], events: Tensor) -> Tensor:
 def test_vectors_events_and_gradients_equal_plain_torch(attends, seed):
     embeddings, bags = Embeddings(INPUTS, attends=attends), random_bags(INPUTS, 6, seed)
     batch, weights = batch_of(embeddings, bags), unpadded(embeddings)
-    vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
+    vectors, events, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
     expected, expected_events = plain(embeddings, bags, weights)
     found_events = torch.zeros(0)
     if attends:
@@ -149,7 +149,7 @@ def test_a_second_row_is_added_to_the_row_in_front_of_it_and_counts_as_no_id_of_
         weight[:, 0] = torch.tensor([1.0, 10.0, 100.0, 1000.0])
     ids = {"target": [[0, 2], [1]], "mean": [[0, 3, 1, 2], []], "seen": [[1, 3, 0, 0, 2], []]}
     batch = Batch.from_lists(embeddings.layout, ids)
-    vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
+    vectors, events, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
     assert vectors["target"].flatten().tolist() == [101, 10]
     assert vectors["mean"].flatten().tolist() == [(1 + 1000 + 10 + 100) / 2, 0]
     values, lengths = events["seen"]
@@ -174,7 +174,7 @@ def test_a_batch_of_empty_bags_gives_zeros_and_no_gradient(attends):
     embeddings = Embeddings(INPUTS, attends=attends)
     bags: Bags = {name: [[], []] for name in (*(field.name for field in INPUTS.fields), "seen")}
     batch = batch_of(embeddings, bags)
-    vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
+    vectors, events, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
     for name, vector in vectors.items():
         assert torch.equal(vector, torch.zeros(2, INPUTS.table_of(name).dim)), name
     if attends:
@@ -190,7 +190,7 @@ def test_a_mean_by_weights_that_sum_to_zero_is_zero_with_zero_gradients():
     bags: Bags = {name: [[([0], 1.0)]] * 3 for name in (*(field.name for field in INPUTS.fields), "seen")}
     bags["tags"] = [[([1, 8], 0.0), ([2], 0.0)], [], [([1], 0.0), ([3], 2.0)]]
     batch = batch_of(embeddings, bags)
-    vectors, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
+    vectors, *_ = embeddings(batch.pooled, batch.sequence, batch.weights)
     weight = dict(embeddings.table_weights())["tag"]
     assert torch.equal(vectors["tags"][:2], torch.zeros(2, 5))
     torch.testing.assert_close(vectors["tags"][2], weight[3, :5])
@@ -207,8 +207,8 @@ def test_doubled_weights_double_a_sum_and_leave_a_mean_alone():
         for name, column in bags.items()
     }
     batch, twice = batch_of(embeddings, bags), batch_of(embeddings, doubled)
-    once, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
-    found, _ = embeddings(twice.pooled, twice.sequence, twice.weights)
+    once, *_ = embeddings(batch.pooled, batch.sequence, batch.weights)
+    found, *_ = embeddings(twice.pooled, twice.sequence, twice.weights)
     for name in once:
         factor = 2 if name == "tag_sum" else 1
         torch.testing.assert_close(found[name], factor * once[name], msg=name)
@@ -222,7 +222,7 @@ def test_l2_pulls_on_the_vectors_of_ids_and_not_on_their_rows(attends):
     batch, weights = batch_of(pulled, bags), unpadded(pulled)
     batch.weights = torch.tensor([0.1, 0.7, 0.2, 1.5, 0.0, 0.4])
     pulled.inputs = dataclasses.replace(INPUTS, tables=[dataclasses.replace(t, l2=0.3) for t in TABLES])
-    vectors, events = pulled(batch.pooled, batch.sequence, batch.weights)
+    vectors, events, _ = pulled(batch.pooled, batch.sequence, batch.weights)
     mixed(vectors, events["seen"][0] if attends else torch.zeros(0)).backward()
     expected, expected_events = plain(pulled, bags, weights)
     if attends:

@@ -455,7 +455,7 @@ def test_vectors_come_out_as_fp32_of_tables_stored_as_the_recipe_says(name):
         stored = {table_of_parameter(key): value.dtype for key, value in job.task.state_dict().items()}
         batch = as_batch(parsed, global_batch(parsed, 0), 0, ROWS, 1)
         for model in (job.task.module.model, models.build(parsed.inputs, parsed.model)):
-            vectors, events = model.embeddings(batch.pooled, batch.sequence, batch.weights)
+            vectors, events, _ = model.embeddings(batch.pooled, batch.sequence, batch.weights)
             assert {v.dtype for v in [*vectors.values(), *(e for e, _ in events.values())]} == {torch.float32}
     expected = torch.float16 if "half" in name else torch.float32
     assert {stored[table.name] for table in parsed.inputs.tables} == {expected}

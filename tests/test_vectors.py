@@ -84,7 +84,7 @@ def looked_up(job: Job, ids: pa.Array) -> torch.Tensor:
     table = pa.table({"user": ids, **histories})
     batch = job.encoder.encode(table, np.arange(len(ids)), labelled=False)
     with torch.no_grad():
-        vectors, _ = job.task.module.model.embeddings(batch.pooled, batch.sequence, batch.weights)
+        vectors, *_ = job.task.module.model.embeddings(batch.pooled, batch.sequence, batch.weights)
     return vectors["user"][:, : job.recipe.inputs.table("user").dim]
 
 

@@ -69,15 +69,18 @@ class DeepFM(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B,); B may be 0. An empty list of ids adds nothing."""
-        vectors, _ = self.embeddings(batch.pooled, batch.sequence, batch.weights)
-        fields_BFE = torch.stack([vectors[name] for name in self.features], dim=1)
+        vectors, _, extras = self.embeddings(batch.pooled, batch.sequence, batch.weights)
+        fields = [vectors[name] for name in self.features]
+        logits_B = self.bias + torch.cat([extras[name] for name in self.features], dim=1).sum(1)
         if self.number_vectors is not None:
-            fields_BFE = torch.cat([fields_BFE, batch.dense.unsqueeze(2) * self.number_vectors], dim=1)
-        vectors_BFD = fields_BFE[:, :, : self.dim]
-        logits_B = self.bias + fields_BFE[:, :, self.dim].sum(1) + self.fm(vectors_BFD)
+            numbers_BFE = batch.dense.unsqueeze(2) * self.number_vectors
+            fields.append(numbers_BFE[:, :, : self.dim].flatten(1))
+            logits_B = logits_B + numbers_BFE[:, :, self.dim].sum(1)
+        flat = torch.cat(fields, dim=1)  # one field after another: the tower's input as it stands
+        logits_B = logits_B + self.fm(flat.unflatten(1, (-1, self.dim)))
         if self.tower is None:
             return logits_B
-        return logits_B + self.output(self.tower(self.input_dropout(vectors_BFD.flatten(1)))).squeeze(1)
+        return logits_B + self.output(self.tower(self.input_dropout(flat))).squeeze(1)
 
 
 def _common_width(inputs: Inputs, features: list[str]) -> int:

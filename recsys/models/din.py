@@ -80,12 +80,8 @@ class DIN(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits, (B,); B may be 0. A row whose histories are all empty is scored by its other inputs alone."""
-        vectors, events = self.embeddings(batch.pooled, batch.sequence, batch.weights)
-        weights = []
-        if self.first_order:
-            weights = [vectors[name][:, -1] for name in _fields(self.inputs)]
-            vectors = {name: vector[:, :-1] for name, vector in vectors.items()}
-            events = {column: (values[:, :-1], lengths) for column, (values, lengths) in events.items()}
+        vectors, events, extras = self.embeddings(batch.pooled, batch.sequence, batch.weights)
+        weights = [extras[name].squeeze(1) for name in _fields(self.inputs)] if self.first_order else []
         parts = [*(vectors[name] for name in _fields(self.inputs)), self.interests(vectors, events)]
         if self.inputs.dense:
             parts.append(batch.dense)
