@@ -1,5 +1,7 @@
 """A model's tables spread over ranks: the agreed plan, wrapping, initial values. How a plan is made: `planner.py`."""
 
+import warnings
+
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -107,15 +109,21 @@ def _parameter(table: TablePlan, plan: Plan) -> ParameterSharding:
 
 def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParallel:
     """Spread the tables over the ranks as planned and replicate everything else."""
-    return DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(ranks.group),
-        device=ranks.device,
-        plan=torchrec_plan(plan, model),
-        sharders=sharders(),
-        # one rank has nobody to average gradients with
-        init_data_parallel=ranks.world_size > 1,
+    # What torch says of TorchRec's and FBGEMM's own calls, when replicated tables are wrapped and when they train.
+    warnings.filterwarnings(
+        "ignore", "fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel", UserWarning
     )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(ranks.group),
+            device=ranks.device,
+            plan=torchrec_plan(plan, model),
+            sharders=sharders(),
+            # one rank has nobody to average gradients with
+            init_data_parallel=ranks.world_size > 1,
+        )
 
 
 @torch.no_grad()
