@@ -14,6 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys import models, optim, sharding
 from recsys.data.batch import Batch
 from recsys.data.encoded import EncodedRows
+from recsys.data.epoch import Epoch
 from recsys.data.parquet import ParquetData
 from recsys.data.reader import Prefetcher, Reader, Step
 from recsys.distributed import Ranks, agreed
@@ -123,20 +124,24 @@ class Data:
             seed=self.recipe.train.seed,
         )
 
-    def batches(self, reader: Reader, epochs: Iterable[int] = (0,)) -> Prefetcher[Batch]:
+    def batches(self, reader: Reader, epochs: Iterable[int | Epoch] = (0,)) -> Prefetcher[Batch]:
         """Batches of some epochs, weighted for the mean over the global batch.
 
         One background thread reads and encodes, the next epoch while this one ends and the model is evaluated. Putting
         a batch together is quick next to a step on the CPU; where a GPU steps, a second thread does it.
         """
         encode = functools.partial(self.encoder.encode_rows, labelled=self.labelled)
-        steps = ((step, rows) for epoch in epochs for step, rows in enumerate(reader.steps(epoch, encode)))
+        plans = (reader.epoch(epoch) if isinstance(epoch, int) else epoch for epoch in epochs)
+        steps = (
+            (plan.rows_by_rank(step), rows)
+            for plan in plans
+            for step, rows in enumerate(reader.steps(plan, encode), plan.start_step)
+        )
         batches = Prefetcher(steps, finish=functools.partial(self._batch, reader), depth=reader.depth)
         return Prefetcher(batches) if self.ranks.device.type == "cuda" else batches
 
-    def _batch(self, reader: Reader, numbered: tuple[int, Step[EncodedRows]]) -> Batch:
-        step, rows = numbered[0], numbered[1].rows()
-        by_rank = reader.rows_by_rank(step)
+    def _batch(self, reader: Reader, step: tuple[list[int], Step[EncodedRows]]) -> Batch:
+        by_rank, rows = step[0], step[1].rows()
         batch = self.encoder.batch(rows)
         # Rows without a usable label are missing in the mean, too, as many as there are on average.
         num_rows = sum(by_rank) * (self.num_counted or 1) / (reader.data.num_rows if self.num_counted else 1)

@@ -172,7 +172,7 @@ class _Training:
                 loss, _ = pipeline.progress(batches)
                 losses.append(loss)
                 self.step += 1
-                rows += sum(self.reader.rows_by_rank(index))
+                rows += sum(self.reader.epoch(epoch).rows_by_rank(index))
                 self.reporter.stepped(epoch, self.step, rows / (time.perf_counter() - start_s))
                 if self.step % self.settings.log_every_steps == 0 or index == self.reader.num_steps - 1:
                     mean = self._mean(losses)

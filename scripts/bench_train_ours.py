@@ -89,7 +89,7 @@ class _Training:
         data = Data.open(recipe, encoder, ranks)
         survey(data)
         reader = data.reader("train", shuffle_rows=recipe.data.shuffle_rows)
-        self.num_rows = sum(reader.rows_by_rank(0))
+        self.num_rows = sum(reader.epoch(0).rows_by_rank(0))
         self.input = _InputTimes(encoder)
         self.batches = data.batches(reader, itertools.count(1))
         self.job = assemble(recipe, ranks, encoder)

@@ -224,9 +224,8 @@ class Decoder:
 
     def read(self, piece: Piece) -> Iterator[pa.Table]:
         """The rows of a piece, in tables of at most 65536 rows."""
-        if self._group != piece.group:
+        if self._group != piece.group or self._row > piece.skip:
             self._seek(piece.group)
-        assert self._row <= piece.skip, "pieces of one row group come in their order"
         last = piece.skip + piece.num_rows
         while self._row < last:
             if not self._rest.num_rows:

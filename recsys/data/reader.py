@@ -11,13 +11,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
 
 from recsys.data.encoded import ArrowRows
+from recsys.data.epoch import Epoch, Share, cut
 from recsys.data.parquet import Decoder, ParquetData, Piece, decoded
 from recsys.errors import UserError, nearest
 
@@ -47,22 +48,32 @@ class _Rows(Protocol):
 
 
 class _Window(NamedTuple):
-    """Rows `start` to `end` of a rank's stream, held in memory together; without `key` they keep the files' order."""
+    """Rows `start` to `end` of a stream, held in memory together; without `key` they keep the files' order.
+
+    Of the rows in the order in which they leave the window, `low` to `high` are used.
+    """
 
     start: int
     end: int
     pieces: Sequence[Piece]
     key: tuple[int, ...] | None
+    low: int
+    high: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are held."""
+        return self.end - self.start
 
     def permutation(self) -> np.ndarray | None:
         """In which order rows leave the window; None: as they lie in the files."""
-        return None if self.key is None else _permutation(self.end - self.start, self.key)
+        return None if self.key is None else _permutation(self.num_rows, self.key)
 
     def positions(self) -> np.ndarray:
-        """Position in the data set of each row, in the order in which rows leave the window."""
+        """Position in the data set of each row that is used, in the order in which rows leave the window."""
         rows = np.concatenate([np.arange(p.position, p.position + p.num_rows) for p in self.pieces])
         order = self.permutation()
-        return rows if order is None else rows[order]
+        return (rows if order is None else rows[order])[self.low : self.high]
 
 
 class Reader:
@@ -109,39 +120,45 @@ class Reader:
                     f"{str(data.path)!r} does not have the column {name!r} once",
                     allowed=f"{data.schema.names}.{nearest(name, data.schema.names)}",
                 )
-        self.data, self.world_size = data, world_size
+        self.data, self.rank, self.world_size, self.batch_size = data, rank, world_size, batch_size
         self.shuffle_rows, self.seed = shuffle_rows, seed
         self.schema = pa.schema([decoded(data.schema.field(name)) for name in columns])
-        self._first, self._last = (data.num_rows * r // world_size for r in (rank, rank + 1))
-        self.num_rows = self._last - self._first
-        self.num_steps = -(-data.num_rows // (world_size * batch_size))
+        whole = self.epoch(0)
+        self.num_rows, self.num_steps = whole.rows_of(whole.shares[rank]), whole.num_steps
         self.depth = max(2, 2 * _WINDOW_ROWS * self.num_steps // max(self.num_rows, 1))
 
-    def rows_by_rank(self, step: int) -> list[int]:
-        """Rows of each rank in a step, known everywhere without a message."""
-        bounds = [self.data.num_rows * rank // self.world_size for rank in range(self.world_size + 1)]
-        shares = [last - first for first, last in itertools.pairwise(bounds)]
-        return [self._before(share, step + 1) - self._before(share, step) for share in shares]
+    def epoch(self, number: int, position: Mapping[str, Any] | None = None) -> Epoch:
+        """An epoch, or what is left of it.
 
-    def order(self, epoch: int) -> Iterator[np.ndarray]:
+        Args:
+            number: Of the epoch.
+            position: Where it stands, from `Epoch.position`; the number of ranks may have been another one then.
+        """
+        if position is None:
+            return Epoch.whole(number, self.data.num_rows, self.world_size, self.batch_size)
+        assert position["epoch"] == number, "a position belongs to its epoch"
+        return Epoch.going_on(position, self.data.num_rows, self.world_size, self.batch_size)
+
+    def order(self, epoch: int | Epoch) -> Iterator[np.ndarray]:
         """Positions in the data set of this rank's rows as `iterate` yields them, window by window; reads nothing."""
-        for window in self._windows(epoch):
+        epoch = self.epoch(epoch) if isinstance(epoch, int) else epoch
+        for window in self._windows(epoch, epoch.shares[self.rank]):
             yield window.positions()
 
-    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[ArrowRows]:
-        """The steps of an epoch from `start_step` on: rows, and the position of each in the data set.
+    def iterate(self, epoch: int | Epoch) -> Iterator[ArrowRows]:
+        """The steps of an epoch: rows, and the position of each in the data set.
 
-        Windows that lie wholly before `start_step` are not read. A step in which this rank has no rows yields a
+        Windows that lie wholly before its first step are not read. A step in which this rank has no rows yields a
         table without rows.
 
         Raises:
             UserError: A file cannot be read to its end.
         """
-        for step in self.steps(epoch, lambda table, positions: ArrowRows(table, positions), start_step):
+        for step in self.steps(epoch, lambda table, positions: ArrowRows(table, positions)):
             yield step.rows()
 
     def steps(
-        self, epoch: int, encode: Callable[[pa.Table, np.ndarray], R], start_step: int = 0
+        self, epoch: int | Epoch, encode: Callable[[pa.Table, np.ndarray], R]
     ) -> Generator["Step[R]", None, None]:
         """As `iterate`, with rows encoded before they are shuffled, as they come from the files.
 
@@ -151,36 +168,42 @@ class Reader:
         Args:
             epoch: Decides the order.
             encode: Table and positions of at most 65536 rows -> the same rows, encoded.
-            start_step: First step.
         """
-        done = self._before(self.num_rows, start_step)
-        windows = [window for window in self._windows(epoch) if window.end > done]
+        epoch = self.epoch(epoch) if isinstance(epoch, int) else epoch
+        share = epoch.shares[self.rank]
+        rest = tuple(cut(share, epoch.before(share, epoch.start_step), None))
         with contextlib.closing(Decoder(self.data, self.schema)) as decoder:
+            windows = self._windows(epoch, rest)
             blocks = ((window, encode(*block)) for window in windows for block in _decoded(decoder, window))
-            stream = _Stream(blocks, encode(self.schema.empty_table(), np.zeros(0, dtype=np.int64)), done)
-            for step in range(start_step, self.num_steps):
-                yield stream.take(self._before(self.num_rows, step + 1) - self._before(self.num_rows, step))
+            stream = _Stream(blocks, encode(self.schema.empty_table(), np.zeros(0, dtype=np.int64)))
+            for step in range(epoch.start_step, epoch.num_steps):
+                yield stream.take(epoch.rows_by_rank(step)[self.rank])
 
-    def _before(self, num_rows: int, step: int) -> int:
-        """Rows that a rank with so many rows has used up before a step."""
-        return num_rows * step // max(self.num_steps, 1)
+    def _windows(self, epoch: Epoch, share: Share) -> Iterator[_Window]:
+        """The windows of a share's segments."""
+        for segment in share:
+            for window in self._stream(epoch.number, segment.first, segment.last):
+                low, high = max(segment.begin, window.start), min(segment.end, window.end)
+                if low < high:
+                    yield window._replace(low=low - window.start, high=high - window.start)
 
-    def _windows(self, epoch: int) -> Iterator[_Window]:
-        """This rank's row groups one after another, in shuffled order when shuffling, cut into equal windows.
+    def _stream(self, epoch: int, first: int, last: int) -> Iterator[_Window]:
+        """Row groups of a range one after another, in shuffled order when shuffling, cut into equal windows.
 
         The rows of a row group stay in order until windows are permuted, so that each group is decoded only once.
         """
         pieces = [
-            Piece(group, max(self._first - group.start, 0), num_rows)
+            Piece(group, max(first - group.start, 0), num_rows)
             for group in self.data.row_groups
-            if (num_rows := min(self._last, group.start + group.num_rows) - max(self._first, group.start)) > 0
+            if (num_rows := min(last, group.start + group.num_rows) - max(first, group.start)) > 0
         ]
+        keys = ((self.seed, epoch, first, last, number) for number in itertools.count())
         if self.shuffle_rows:
-            pieces = [pieces[i] for i in _permutation(len(pieces), self._key(epoch, 0))]
-        num_windows = -(-self.num_rows // (self.shuffle_rows or _WINDOW_ROWS))
+            pieces = [pieces[i] for i in _permutation(len(pieces), next(keys))]
+        num_windows = -(-(last - first) // (self.shuffle_rows or _WINDOW_ROWS))
         rest = collections.deque(pieces)
         for number in range(num_windows):
-            start, end = (self.num_rows * n // num_windows for n in (number, number + 1))
+            start, end = ((last - first) * n // num_windows for n in (number, number + 1))
             parts, missing = [], end - start
             while missing:
                 piece = rest.popleft()
@@ -189,10 +212,7 @@ class Reader:
                 if num_rows < piece.num_rows:
                     rest.appendleft(piece._replace(skip=piece.skip + num_rows, num_rows=piece.num_rows - num_rows))
                 missing -= num_rows
-            yield _Window(start, end, parts, self._key(epoch, number + 1) if self.shuffle_rows else None)
-
-    def _key(self, epoch: int, number: int) -> tuple[int, ...]:
-        return (self.seed, epoch, self._first, self._last, number)
+            yield _Window(start, end, parts, next(keys) if self.shuffle_rows else None, 0, end - start)
 
 
 def _permutation(length: int, key: tuple[int, ...]) -> np.ndarray:
@@ -253,14 +273,15 @@ class _Stream(Generic[R]):
     Args:
         blocks: All blocks of all windows, each with its window.
         nothing: No rows.
-        done: Rows of the stream that are left out at its beginning.
     """
 
-    def __init__(self, blocks: Iterator[tuple[_Window, R]], nothing: R, done: int) -> None:
-        self._blocks, self._done = blocks, done
+    def __init__(self, blocks: Iterator[tuple[_Window, R]], nothing: R) -> None:
+        self._blocks = blocks
         self._nothing = _Shuffled([nothing], lambda: None)
         self._current = self._nothing
-        self._num_gone = 0
+        self._num_gone = self._num_used = (
+            0  # of the current rows: those before it have gone, those behind it are left out
+        )
         self._window: _Window | None = None  # The window that is filled ...
         self._filled: list[R] = []  # ... with these blocks ...
         self._num_filled = 0  # ... of so many rows.
@@ -269,13 +290,13 @@ class _Stream(Generic[R]):
         """The next rows of the stream."""
         parts: list[tuple[_Shuffled[R], int, int]] = []
         while num_rows:
-            if self._num_gone == self._current.num_rows:
+            if self._num_gone == self._num_used:
                 self._turn()
-            stop = min(self._num_gone + num_rows, self._current.num_rows)
+            stop = min(self._num_gone + num_rows, self._num_used)
             parts.append((self._current, self._num_gone, stop))
             num_rows -= stop - self._num_gone
             self._num_gone = stop
-            self._fill(self._num_gone / self._current.num_rows)
+            self._fill(self._num_gone / self._num_used)
         return Step(parts or [(self._nothing, 0, 0)])
 
     def _turn(self) -> None:
@@ -284,12 +305,12 @@ class _Stream(Generic[R]):
         self._fill(1.0)
         assert self._window is not None, "there are as many rows as the files' footers tell"
         self._current = _Shuffled(self._filled, self._window.permutation)
-        self._num_gone = max(self._done - self._window.start, 0)
+        self._num_gone, self._num_used = self._window.low, self._window.high
         self._window, self._filled, self._num_filled = None, [], 0
 
     def _fill(self, share: float) -> None:
         """Read ahead until this share of the next window is there."""
-        while self._window is None or self._num_filled < share * (self._window.end - self._window.start):
+        while self._window is None or self._num_filled < share * self._window.num_rows:
             found = next(self._blocks, None)
             if found is None:
                 return

@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import itertools
 import subprocess
@@ -40,8 +41,10 @@ def uneven(tmp_path):
 
 def read(reader, epoch=0, start_step=0):
     """Rows of each step, after checking that the positions and all columns tell the same rows."""
+    if isinstance(epoch, int):
+        epoch = dataclasses.replace(reader.epoch(epoch), start_step=start_step)
     steps = []
-    for table, positions in reader.iterate(epoch, start_step):
+    for table, positions in reader.iterate(epoch):
         assert table.schema.equals(reader.schema)
         assert table.column("row").to_pylist() == positions.tolist()
         assert table.column("text").to_pylist() == [f"r{i}" for i in positions]
@@ -82,7 +85,7 @@ def test_all_ranks_make_the_same_steps_of_nearly_equal_size(one_group, world_siz
         assert max(own) <= batch_size
         assert max(own) - min(own) <= 1
     for step in range(ranks[0].num_steps):
-        assert all(reader.rows_by_rank(step) == [s[step] for s in sizes] for reader in ranks)
+        assert all(reader.epoch(0).rows_by_rank(step) == [s[step] for s in sizes] for reader in ranks)
 
 
 def test_a_remainder_of_one_row_makes_no_tiny_step(one_group):
@@ -141,7 +144,7 @@ def test_windows_before_the_start_are_not_decoded(uneven, monkeypatch):
     original = parquet.Decoder.read
     monkeypatch.setattr(parquet.Decoder, "read", lambda self, piece: decoded.append(piece) or original(self, piece))
     read(reader, 0, 6)
-    *_, last = reader._windows(0)
+    *_, last = reader._stream(0, 0, reader.num_rows)
     assert decoded == last.pieces
 
 
