@@ -135,15 +135,23 @@ def train(
         # torchrun takes `--run` behind `-m recsys train` for a short form of its own `--run-path`
         typer.Option("--run-dir", "--run", help="Run folder; default: runs/RECIPE-DATE-TIME."),
     ] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: go on from the newest whole checkpoint of the run folder, or begin; never; PATH.")
+    ] = "never",
 ) -> None:
-    """Train, evaluate every epoch, keep the best one and write a report."""
+    """Train, evaluate every epoch, keep the best one and write a report. Exit code 75: told to stop, and saved."""
     _require_stack()
     from recsys.cold_report import print_tables
+    from recsys.interruption import EXIT_CODE, InterruptedRunError
     from recsys.train import train as run_train
 
     loaded = _load(recipe, overrides)
     path = pathlib.Path(recipe)
-    result = run_train(loaded, run=run, name=f"{path.parent.name}-{path.stem}" if path.parent.name else path.stem)
+    name = f"{path.parent.name}-{path.stem}" if path.parent.name else path.stem
+    try:
+        result = run_train(loaded, run=run, name=name, resume=resume)
+    except InterruptedRunError:
+        raise typer.Exit(EXIT_CODE) from None
     if _is_first():
         if splits := [split for split in ("valid", "test") if split in result.metrics]:
             _print_metrics({split: result.metrics[split] for split in splits})

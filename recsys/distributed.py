@@ -73,8 +73,8 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
             torch.cuda.set_device(local_rank)
         if "RANK" in os.environ:
             number = next(_groups)
-            store = dist.PrefixStore(f"recsys/{number}", _store())
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            own = dist.PrefixStore(f"recsys/{number}", store())
+            dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout
@@ -90,7 +90,7 @@ _groups = itertools.count()
 
 
 @functools.cache
-def _store() -> dist.Store:
+def store() -> dist.Store:
     """Where launched ranks meet, once per process: it outlives the groups, of which there may be several in turn."""
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return store
@@ -110,10 +110,10 @@ def _launched(name: str, alone: int) -> int:
     return int(text)
 
 
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order, on every rank."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, in rank order, on every rank; `group` is another one of all ranks."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -125,11 +125,15 @@ def broadcast(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def agreed(what: str) -> Iterator[None]:
+def agreed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank; when it fails on any, all ranks raise.
 
     Without this, the ranks that did well would wait for the failed one in the next collective. A `UserError` is
     raised alike everywhere; another exception stays what it is where it happened.
+
+    Args:
+        what: What the block does, for messages.
+        group: A group of all ranks that the block's thread has for itself; None: the one of the main thread.
     """
     error: Exception | None = None
     try:
@@ -137,7 +141,7 @@ def agreed(what: str) -> Iterator[None]:
     except Exception as caught:
         error = caught
     text = None if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    failed = [(rank, text) for rank, text in enumerate(gather(text)) if text is not None]
+    failed = [(rank, text) for rank, text in enumerate(gather(text, group)) if text is not None]
     if not failed:
         return
     if error is not None and not isinstance(error, UserError):

@@ -252,7 +252,8 @@ class Encoder(nn.Module):
             labels,
             counted,
             groups,
-            self.numbers(torch.from_numpy(numbers[: self.numbers.num_dense]).t()),
+            # Not by a call, which torch.fx takes for the model's where another thread traces that meanwhile.
+            self.numbers.forward(torch.from_numpy(numbers[: self.numbers.num_dense]).t()),
             one.t(),
             tuple(Lists.in_step([lists[i.name] for i in group]) for group in self._groups),
         )

@@ -203,8 +203,8 @@ class SmallIds:
                 return _picked(known, keys)
         low, high = (int(bound) for bound in torch.aminmax(keys)) if len(keys) else (-1, -1)
         if low < 0 or high >= self._LIMIT:
-            return self._policy(keys)
-        rows, seconds = self._policy(torch.arange(min(max(1 << high.bit_length(), 1024), self._LIMIT)))
+            return self._policy.forward(keys)  # not by a call: see `Encoder.encode_rows`
+        rows, seconds = self._policy.forward(torch.arange(min(max(1 << high.bit_length(), 1024), self._LIMIT)))
         known = self._known = (rows.to(self._dtype), None if seconds is None else seconds.to(self._dtype))
         return _picked(known, keys)
 

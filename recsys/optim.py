@@ -60,6 +60,7 @@ class ModelOptimizer(OptimizerWrapper):
         recipe: Recipe,
         clipped: list[nn.Parameter],
         total_steps: int | None,
+        parts: list[KeyedOptimizer],
     ) -> None:
         """Take over the optimizers.
 
@@ -69,9 +70,13 @@ class ModelOptimizer(OptimizerWrapper):
             recipe: Schedule, and the largest norm of the gradients.
             clipped: The parameters whose gradients have that norm.
             total_steps: Steps of the whole run, for the schedule; None where it is not known.
+            parts: What `unfused` is made of.
         """
         super().__init__(unfused)
-        self._fused, self._clipped, self._total_steps = fused, clipped, total_steps
+        self._parts = parts
+        for part in parts:
+            _allocate_state(part)
+        self._fused, self._clipped, self._total_steps, self._recipe = fused, clipped, total_steps, recipe
         self._schedule, self._clip_norm = recipe.optimizer.schedule, recipe.optimizer.dense.clip_norm
         for group in self._groups():
             group.setdefault("initial_lr", group["lr"])  # the kernels' groups outlive this object
@@ -97,6 +102,30 @@ class ModelOptimizer(OptimizerWrapper):
         """Learning rates come from the schedule, not from what a checkpoint's groups say."""
         super().post_load_state_dict()
         self.seek(self.steps_done)
+
+    def run_lasts(self, total_steps: int) -> None:
+        """Tell how many steps the whole run has, where that has changed."""
+        self._total_steps = total_steps
+        self.seek(self.steps_done)
+
+    def slots(self) -> dict[str, Any]:
+        """`optimizer/<parameter>/<slot>` -> its live state, by the same names and whole shapes whatever the plan."""
+        found = {}
+        for name, state in self._fused.state_dict()["state"].items():
+            for slot, value in state.items():
+                slot = slot.rpartition(".")[2]
+                found[f"optimizer/{name}/{'sum' if slot == 'momentum1' else slot}"] = value
+        for part in self._parts:
+            for name, parameter in part.params.items():
+                state = part.state[parameter]
+                if self._is_replica(name):  # A fused kernel counts no steps, and keeps one number of a row as such.
+                    state = {"sum": _flat_if_rowwise(state["sum"])} if "sum" in state else {}
+                found |= {f"optimizer/{name}/{slot}": value for slot, value in state.items() if value is not None}
+        return found
+
+    def _is_replica(self, name: str) -> bool:
+        table = table_of_parameter(name)
+        return table is not None and self._recipe.table_update(table).name != "dense"
 
     def learning_rates(self) -> dict[str, float]:
         """Rates of the last step, of the first one before any: of `dense`, `tables`, and `tables/<name>` for others."""
@@ -136,7 +165,8 @@ def build(
         arguments = _table_arguments(embeddings, table, update)
         kind = _REPLICATED[update.name]
         optimizers.append(("", KeyedOptimizerWrapper(one, lambda p, k=kind, a=arguments: k(p, **a))))
-    return ModelOptimizer(CombinedOptimizer(optimizers), model.fused_optimizer, recipe, clipped, total_steps)
+    parts = [part for _, part in optimizers]
+    return ModelOptimizer(CombinedOptimizer(optimizers), model.fused_optimizer, recipe, clipped, total_steps, parts)
 
 
 def describe(model: DistributedModelParallel, embeddings: Embeddings, recipe: Recipe) -> dict[str, Any]:
@@ -192,6 +222,22 @@ def _settings(found: Mapping[str, Any]) -> str:
     hidden = ("name", "optimizer", "updated_by")
     shown = [f"{key} {value}" for key, value in found.items() if key not in hidden and value is not None]
     return f"{found['optimizer']} ({', '.join(shown)}), updated by {found['updated_by']}"
+
+
+def _allocate_state(part: KeyedOptimizer) -> None:
+    """State as it is before the first step, which torch makes in the first step: a checkpoint may be read before it."""
+    for parameter in part.params.values():
+        if isinstance(part._optimizer, torch.optim.Adam) and not part.state[parameter]:
+            part.state[parameter].update(
+                step=torch.zeros((), dtype=torch.float32, device=parameter.device),
+                exp_avg=torch.zeros_like(parameter),
+                exp_avg_sq=torch.zeros_like(parameter),
+            )
+
+
+def _flat_if_rowwise(state: torch.Tensor) -> torch.Tensor:
+    """(rows, 1) -> the same memory as (rows,); that of every weight stays as it is."""
+    return state.squeeze(1) if state.shape[1] == 1 else state
 
 
 def _unfused(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -93,8 +93,24 @@ class TrainSettings(Settings):
     """Plan file (a run's `plan.json`, or from `recsys plan --json`) to spread the tables by; None: plan anew."""
     memory_per_rank: Annotated[Text, pydantic.AfterValidator(size_text)] | None = None
     """Memory that a rank may use, such as `64MB` or `24GiB`; None: its GPU's, or its share of the host's."""
+    warm_start: Text | None = None
+    """Checkpoint, or run folder, whose tables and layers a new run starts with, as far as they fit; the log says which
+    do not. Optimizers start afresh."""
     log_every_steps: Count = 20
     """Steps between two points of the training loss curve."""
+
+
+class CheckpointSettings(Settings):
+    """When a run is saved; after every epoch in any case."""
+
+    every_steps: Count | None = None
+    """Steps between two checkpoints inside an epoch; None: none inside."""
+    keep: Count = 2
+    """Newest checkpoints that stay; that of the best epoch stays too."""
+    asynchronous: bool = False
+    """Training goes on while a copy of the moment's values is written; each rank needs memory for that copy."""
+    folder: Text | None = None
+    """Where they are written: a path, or an address such as `s3://bucket/run`; None: in the run folder."""
 
 
 class Recipe(Settings):
@@ -112,6 +128,8 @@ class Recipe(Settings):
     """Optimizers of tables and dense layers."""
     train: TrainSettings = TrainSettings()
     """The training loop."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """What is saved of it, and where."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import os
 import pathlib
 import platform
 import shlex
@@ -13,12 +14,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 from recsys import checkpoint
 from recsys.distributed import Ranks, agreed, broadcast
 from recsys.errors import UserError
 from recsys.machine import usable_cores
 from recsys.recipe import Recipe
 from recsys.recipe_file import load as load_recipe
+from recsys.storage import Place
 
 log = logging.getLogger("recsys")
 
@@ -32,45 +36,54 @@ class RunFolder:
         self.path, self.writes = path, writes
 
     @classmethod
-    def create(cls, path: str | None, recipe: Recipe, name: str, ranks: Ranks) -> "RunFolder":
-        """A new folder, agreed between ranks.
+    def create(cls, path: str | None, recipe: Recipe, name: str, ranks: Ranks, *, goes_on: bool = False) -> "RunFolder":
+        """A new folder, or that of a run that goes on, agreed between ranks.
 
         Args:
-            path: Where; None means `runs/<name>-<date>-<time>`.
+            path: Where; None means `runs/<name>-<date>-<time>`, or one named by torchrun's id of the job where that
+                may be restarted: each attempt must find it.
             recipe: Stored as `recipe.yaml`, resolved.
             name: The recipe's name, for the default path.
             ranks: Who we are.
+            goes_on: The folder may hold a run that has not ended yet.
 
         Raises:
-            UserError: The folder already belongs to a run.
+            UserError: The folder already belongs to a run, or to one that has ended.
         """
+        if path is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            path = f"runs/{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
         folder = pathlib.Path(path or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
         with agreed("run folder"):
             if ranks.rank == 0:
-                folder = _claim(folder, recipe) if path else _claim_next(folder, recipe)
+                if goes_on and (folder / "recipe.yaml").is_file():
+                    _take_over(folder, recipe)
+                else:
+                    folder = _claim(folder, recipe) if path else _claim_next(folder, recipe)
         return cls(broadcast(folder), writes=ranks.rank == 0)
 
     @classmethod
-    def open(cls, path: str) -> "tuple[RunFolder, pathlib.Path]":
+    def open(cls, path: str) -> "tuple[RunFolder, Place]":
         """An existing run and a complete checkpoint of it.
 
         Args:
-            path: A run folder (its only, or newest, checkpoint is taken) or a checkpoint inside one.
+            path: A run folder (the checkpoint of its best epoch so far is taken) or a checkpoint inside one.
         """
         given = pathlib.Path(path).absolute()
-        run, checkpoints = given, checkpoint.complete(given / "checkpoints")
+        run, chosen = given, None
         if given.parent.name == "checkpoints":
             checkpoint.read_about(given)
-            run, checkpoints = given.parent.parent, [given]
+            run, chosen = given.parent.parent, Place(given)
         if not (run / "recipe.yaml").is_file():
             raise UserError(
                 f"{path!r} is not a run",
                 received="no recipe.yaml there" if run.is_dir() else "no such folder",
                 allowed="a run folder, or a checkpoint inside its checkpoints/",
             )
-        if not checkpoints:
+        folder = cls(run, writes=False)
+        chosen = chosen or _best(folder.checkpoints(folder.recipe()))
+        if chosen is None:
             raise UserError(f"The run {path!r} has no complete checkpoint", fix="train it to the end of an epoch first")
-        return cls(run, writes=False), checkpoints[-1]
+        return folder, chosen
 
     def recipe(self) -> Recipe:
         """The resolved recipe of the run."""
@@ -86,9 +99,9 @@ class RunFolder:
         """File of the frequencies of the item column in the training data."""
         return self.path / "item_counts.parquet"
 
-    def checkpoint_path(self, step: int) -> pathlib.Path:
-        """Where the checkpoint of a step stands."""
-        return self.path / "checkpoints" / f"step_{step:08d}"
+    def checkpoints(self, recipe: Recipe) -> Place:
+        """Folder of the checkpoints."""
+        return Place(recipe.checkpoint.folder or self.path / "checkpoints")
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file."""
@@ -117,6 +130,41 @@ class RunFolder:
             handler.close()
 
 
+def _best(checkpoints: Place) -> Place | None:
+    """The checkpoint of the best epoch so far; the newest where no epoch has ended yet."""
+    whole = checkpoint.complete(checkpoints)
+    if not whole:
+        return None
+    best = checkpoint.read_about(whole[-1]).get("progress", {}).get("best", {}).get("step")
+    named = {place.name: place for place in whole}
+    return named.get(checkpoint.step_name(best), whole[-1]) if best is not None else whole[-1]
+
+
+def _take_over(folder: pathlib.Path, recipe: Recipe) -> None:
+    """Go on in the folder of a run; the log tells what the recipe says otherwise now."""
+    before, now = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")), recipe.resolved().to_yaml()
+    if (folder / "metrics.json").exists():
+        if recipe.train.epochs <= before["train"]["epochs"]:
+            raise UserError(
+                f"The run in {str(folder)!r} has ended",
+                received=f"train.epochs={recipe.train.epochs}",
+                allowed=f"more than {before['train']['epochs']}",
+                fix="raise train.epochs, or name another folder with --run-dir",
+            )
+        (folder / "metrics.json").unlink()
+    for key, old, new in _changes(before, yaml.safe_load(now)):
+        log.warning("The recipe has changed since this run began: %s is %s, was %s", key, new, old)
+    (folder / "recipe.yaml").write_text(now, encoding="utf-8")
+
+
+def _changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _changes(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+    elif old != new:
+        yield key, old, new
+
+
 def _claim_next(folder: pathlib.Path, recipe: Recipe) -> pathlib.Path:
     """Take the folder, or the same name with a number behind it: two runs may start in one second."""
     first = folder
@@ -142,7 +190,11 @@ def _claim(folder: pathlib.Path, recipe: Recipe) -> pathlib.Path:
     except (FileExistsError, NotADirectoryError) as error:
         problem = problem if folder.is_dir() else "The run folder {!r} is a file, or lies in one"
         allowed = "a new or an empty folder"
-        raise UserError(problem.format(str(folder)), allowed=allowed, fix="name another one with --run-dir") from error
+        raise UserError(
+            problem.format(str(folder)),
+            allowed=allowed,
+            fix="name another one with --run-dir, or go on with a run by --resume auto",
+        ) from error
     except OSError as error:
         fix = "name another one with --run-dir"
         raise UserError(f"The run folder {str(folder)!r} cannot be written", received=str(error), fix=fix) from error

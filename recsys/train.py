@@ -8,24 +8,30 @@ import math
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
-from recsys import checkpoint, metrics, optim, report, scoring, vectors
+from recsys import checkpoint, metrics, optim, report, resumption, scoring, vectors
 from recsys.data.batch import Batch
+from recsys.data.epoch import Epoch
 from recsys.data.reader import Prefetcher, Reader
 from recsys.distributed import agreed, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
+from recsys.interruption import InterruptedRunError, Interruption
 from recsys.job import Data, Job, assemble
 from recsys.layers.norm import average_statistics
+from recsys.optim import ModelOptimizer
 from recsys.progress import Reporter
 from recsys.recipe import Recipe, Split
+from recsys.resumption import Progress
 from recsys.run_folder import RunFolder, environment
+from recsys.saving import Saver
+from recsys.storage import Place
 from recsys.survey import Survey, describe, survey
 
 log = logging.getLogger("recsys")
@@ -46,34 +52,66 @@ class Result:
     report: pathlib.Path
 
 
-def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Result:
+def train(recipe: Recipe, *, run: str | None = None, name: str = "run", resume: str = "never") -> Result:
     """Train a recipe from data to report, on this rank and all others.
 
     Args:
         recipe: What to do.
-        run: The run folder, which must not hold a run yet; None chooses one under `runs/`.
+        run: The run folder, which must not hold a run yet unless that is to go on; None chooses one under `runs/`.
         name: Name of the recipe, for the default folder.
+        resume: `auto` goes on from the newest whole checkpoint of the run, if there is one, and `never` from none; a
+            launcher's restart is `auto` in any case. Else a checkpoint, or a folder with some, to go on from.
 
     Raises:
         UserError: Recipe, data or machine do not fit; raised before the first step on all ranks.
+        InterruptedRunError: SIGTERM came; the run is saved.
     """
+    if resume == "never" and resumption.restarted():
+        resume = "auto"
     with process_group(recipe.train.device, threads=recipe.train.threads_per_rank) as ranks:
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks)
         learnt = survey(data)
-        reader = data.reader("train", shuffle_rows=recipe.data.shuffle_rows)
-        with contextlib.closing(data.batches(reader, range(1, recipe.train.epochs + 1))) as batches:
-            job = assemble(recipe, ranks, encoder)  # while the first batches are made
-            with agreed("vectors"):
-                vectors.load_named(job)
-            folder = RunFolder.create(run, recipe, name, ranks)
-            return _train(job, data, folder, learnt, reader, batches)
+        folder = RunFolder.create(run, recipe, name, ranks, goes_on=resume != "never")
+        with folder.logging():
+            start = resumption.choose(resume, folder.checkpoints(recipe), ranks)
+            for sentence in start.reports:
+                log.info("%s", sentence)
+            job = assemble(recipe, ranks, encoder)
+            if start.place is None:
+                _prepare(job)
+            return _train(job, data, folder, learnt, start.place)
 
 
-def _train(
-    job: Job, data: Data, folder: RunFolder, learnt: Survey, reader: Reader, batches: Prefetcher[Batch]
-) -> Result:
-    with folder.logging():
+def _prepare(job: Job) -> None:
+    """What a new run starts with besides its initial values."""
+    if (source := job.recipe.train.warm_start) is not None:
+        with agreed("train.warm_start"):
+            place = resumption.named(source)
+        about = checkpoint.load(place, job.task, job.encoder, partly=True)
+        log.info("Warm start from %s: %d entries, %d left out", place, len(about["entries"]), len(about["skipped"]))
+        for entry, why in about["skipped"].items():
+            log.info("Left out: %s: %s", entry, why)
+    with agreed("vectors"):
+        vectors.load_named(job)
+
+
+def _train(job: Job, data: Data, folder: RunFolder, learnt: Survey, place: Place | None) -> Result:
+    reader = data.reader("train", shuffle_rows=job.recipe.data.shuffle_rows)
+    optimizer = job.optimizer(reader.num_steps * job.recipe.train.epochs)
+    progress = Progress() if place is None else resumption.restore(place, job, optimizer, reader)
+    if place is not None and progress.best and place.url != (folder.checkpoints(job.recipe) / place.name).url:
+        progress.best, progress.best_valid = {}, None  # its checkpoint belongs to another run
+    epochs = range(progress.epoch, 0 if progress.ended else job.recipe.train.epochs + 1)
+    if not epochs and not progress.best:
+        raise UserError(
+            "Nothing is left to train",
+            received=f"a checkpoint after {progress.epoch - 1} epochs; train.epochs={job.recipe.train.epochs}",
+            fix="raise train.epochs, or begin a new run from it with train.warm_start",
+        )
+    plans = [resumption.epoch_of(reader, progress, number) for number in epochs]
+    with contextlib.closing(data.batches(reader, plans)) as batches, Interruption(job.ranks) as interruption:
+        run = _Training(job, data, folder, learnt, reader, optimizer, progress, batches, interruption)
         facts = environment(job.ranks, torch.get_num_threads())
         facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
         facts["optimizers"] = job.describe_optimizers()
@@ -81,7 +119,7 @@ def _train(
         folder.write_json("plan.json", job.describe_plan())
         _describe_start(job, data, folder, learnt)
         _store(learnt, folder)
-        final = _Training(job, data, folder, learnt, reader, batches).run()
+        final = run.run(plans)
         with agreed("report"):
             if folder.writes:
                 report.write_report(folder.path)
@@ -124,70 +162,121 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
 
 
 class _Training:
-    """One training run from the first epoch to the metrics of the best one."""
+    """One training run from where it stands to the metrics of the best epoch."""
 
     def __init__(
-        self, job: Job, data: Data, folder: RunFolder, learnt: Survey, reader: Reader, batches: Prefetcher[Batch]
+        self,
+        job: Job,
+        data: Data,
+        folder: RunFolder,
+        learnt: Survey,
+        reader: Reader,
+        optimizer: ModelOptimizer,
+        progress: Progress,
+        batches: Prefetcher[Batch],
+        interruption: Interruption,
     ) -> None:
         self.job, self.data, self.folder, self.learnt = job, data, folder, learnt
-        self.reader, self.batches = reader, batches  # the batches of all epochs, one epoch after another
+        self.reader = reader
+        self.optimizer, self.progress, self.interruption = optimizer, progress, interruption
+        self.batches = batches  # the batches of all epochs, one epoch after another
         self.settings, self.device = job.recipe.train, job.ranks.device
-        total_steps = self.reader.num_steps * self.settings.epochs
-        self.optimizer = job.optimizer(total_steps)
-        warmup_steps = job.recipe.optimizer.schedule.warmup_steps
-        if folder.writes and warmup_steps >= total_steps:
-            log.warning("optimizer.schedule: %d warm-up steps, but the run has %d", warmup_steps, total_steps)
-        self.reporter = Reporter(folder, total_steps)
-        self.step = 0
-        self.best: dict[str, Any] = {}  # the evaluation of the kept epoch; empty before the first
-        self.best_valid: scoring.Evaluation | None = None
-        self.start_s = time.perf_counter()
+        saving = job.recipe.checkpoint
+        self.saver = Saver(
+            folder.checkpoints(job.recipe), job.encoder, keep=saving.keep, asynchronous=saving.asynchronous
+        )
+        self.start_s = time.perf_counter() - progress.elapsed_s
 
-    def run(self) -> dict[str, Any]:
-        """Train, keeping the best epoch; then evaluate that epoch on the test set."""
+    def run(self, epochs: Sequence[Epoch]) -> dict[str, Any]:
+        """Train, saving every epoch; then evaluate the best one on the test set."""
+        total_steps = self.progress.step + sum(epoch.num_steps - epoch.start_step for epoch in epochs)
+        self.optimizer.run_lasts(total_steps)
+        warmup_steps = self.job.recipe.optimizer.schedule.warmup_steps
+        if self.folder.writes and warmup_steps >= total_steps:
+            log.warning("optimizer.schedule: %d warm-up steps, but the run has %d", warmup_steps, total_steps)
+        self.reporter = Reporter(self.folder, total_steps)
         with contextlib.closing(self.reporter):
-            for epoch in range(1, self.settings.epochs + 1):
-                evaluation = {"epoch": epoch, **self._train_epoch(epoch)}
-                valid = self._evaluate("valid") if "valid" in self.data.sets else None
-                evaluation |= valid.metrics if valid else {}
-                evaluation["elapsed_s"] = time.perf_counter() - self.start_s
-                self.reporter.evaluated("valid" if "valid" in self.data.sets else "train", evaluation)
-                if self._is_better(evaluation):
-                    self._keep(evaluation)
-                    self.best_valid = valid
-                elif self.settings.patience and epoch - self.best["epoch"] >= self.settings.patience:
-                    log.info("No better %s for %d epochs: stopped", self.settings.monitor, self.settings.patience)
+            for epoch in epochs:
+                self._end_epoch({"epoch": epoch.number, **self._train_epoch(epoch)})
+                if self.progress.ended:
                     break
             self.batches.close()
-            return self._finish(evaluation)
+            self.saver.wait()
+            return self._finish()
 
-    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+    def _train_epoch(self, epoch: Epoch) -> dict[str, Any]:
         """One pass over the training data: step reached, mean loss, rows per second of all ranks."""
         self.job.task.train()
-        start_s, rows, losses, total = time.perf_counter(), 0, [], 0.0
+        start_s, rows, losses, progress = time.perf_counter(), 0, [], self.progress
         waited_s = self.batches.waited_s
-        batches = itertools.islice(self.batches, self.reader.num_steps)
+        batches = itertools.islice(self.batches, epoch.num_steps - epoch.start_step)
         with self._pipeline() as pipeline:
-            for index in range(self.reader.num_steps):
+            for index in range(epoch.start_step, epoch.num_steps):
                 loss, _ = pipeline.progress(batches)
                 losses.append(loss)
-                self.step += 1
-                rows += sum(self.reader.epoch(epoch).rows_by_rank(index))
-                self.reporter.stepped(epoch, self.step, rows / (time.perf_counter() - start_s))
-                if self.step % self.settings.log_every_steps == 0 or index == self.reader.num_steps - 1:
+                progress.step += 1
+                rows += sum(epoch.rows_by_rank(index))
+                self.reporter.stepped(epoch.number, progress.step, rows / (time.perf_counter() - start_s))
+                is_last = index == epoch.num_steps - 1
+                saves = bool(self.saves_every and progress.step % self.saves_every == 0) and not is_last
+                ends = self.interruption.ends(progress.step) and not is_last
+                if progress.step % self.settings.log_every_steps == 0 or is_last or saves or ends:
                     mean = self._mean(losses)
-                    total += mean * len(losses)
+                    progress.loss += mean * len(losses)
                     losses = []
-                    self.reporter.lost(self.step, mean, self.optimizer.learning_rates())
+                    self.reporter.lost(progress.step, mean, self.optimizer.learning_rates())
+                if saves or ends:
+                    progress.position = epoch.position(index + 1)
+                    self._save()
+                if ends:
+                    self._interrupt()
         elapsed_s = time.perf_counter() - start_s
         if not self.settings.shared_batch_statistics:
             average_statistics(self.job.task, self.job.ranks.group)
+        mean_loss = progress.loss / max(1, sum(part.steps_done for part in epoch.parts) + epoch.num_steps)
         return {
-            "step": self.step,
-            "train_loss": total / self.reader.num_steps,
+            "step": progress.step,
+            "train_loss": mean_loss,
             "rows_per_s": rows / elapsed_s,
             "reader_wait_share": (self.batches.waited_s - waited_s) / elapsed_s,
         }
+
+    def _end_epoch(self, evaluation: dict[str, Any]) -> None:
+        """Evaluate, decide whether this epoch is the best one, and save."""
+        progress = self.progress
+        valid = self._evaluate("valid") if "valid" in self.data.sets else None
+        evaluation |= valid.metrics if valid else {}
+        evaluation["elapsed_s"] = time.perf_counter() - self.start_s
+        self.reporter.evaluated("valid" if valid else "train", evaluation)
+        progress.last, progress.epoch = evaluation, evaluation["epoch"] + 1
+        progress.position, progress.loss = None, 0.0
+        if self._is_better(evaluation):
+            progress.best, progress.best_valid = evaluation, valid
+        elif self.settings.patience and evaluation["epoch"] - progress.best["epoch"] >= self.settings.patience:
+            log.info("No better %s for %d epochs: stopped", self.settings.monitor, self.settings.patience)
+            progress.ended = True
+        self._save()
+        if not progress.ended and progress.epoch <= self.settings.epochs and self.interruption.ends(progress.step):
+            self._interrupt()
+
+    @property
+    def saves_every(self) -> int | None:
+        """Steps between two checkpoints inside an epoch."""
+        return self.job.recipe.checkpoint.every_steps
+
+    def _save(self) -> None:
+        """Checkpoint the run as it stands."""
+        progress, job = self.progress, self.job
+        progress.elapsed_s = time.perf_counter() - self.start_s
+        state = checkpoint.state_of(job.task, job.encoder, resumption.slots(job, self.optimizer))
+        needed = {progress.best["step"]} if progress.best else set()
+        self.saver.save(progress.step, state, resumption.about(job, self.reader, progress), needed)
+
+    def _interrupt(self) -> None:
+        self.saver.wait()
+        place = self.saver.place(self.progress.step)
+        log.info("Told to stop: saved after step %d in %s; --resume auto goes on there", self.progress.step, place)
+        raise InterruptedRunError(str(place))
 
     @contextlib.contextmanager
     def _pipeline(self) -> Iterator[TrainPipeline]:
@@ -209,9 +298,9 @@ class _Training:
         dist.all_reduce(total)
         mean = total.item() / len(losses) / self.job.ranks.world_size
         if not math.isfinite(mean):
-            kept = self.folder.checkpoint_path(self.best["step"]) if self.best else "none yet"
+            kept = ([*map(str, checkpoint.complete(self.saver.folder))] or ["none yet"])[-1]
             error = UserError(
-                f"The training loss is not finite at step {self.step}; last good checkpoint: {kept}",
+                f"The training loss is not finite at step {self.progress.step}; last good checkpoint: {kept}",
                 received=mean,
                 fix="lower optimizer.sparse.learning_rate or optimizer.dense.learning_rate",
             )
@@ -225,38 +314,31 @@ class _Training:
 
     def _is_better(self, evaluation: dict[str, Any]) -> bool:
         """Whether this epoch replaces the kept one; where the metric is undefined, the newest epoch counts."""
-        if not self.best or "valid" not in self.data.sets:
+        if not self.progress.best or "valid" not in self.data.sets:
             return True
-        new, old = evaluation[self.settings.monitor], self.best[self.settings.monitor]
+        new, old = evaluation[self.settings.monitor], self.progress.best[self.settings.monitor]
         if new is None or old is None:
             return old is None
         return new > old if metrics.METRICS[self.settings.monitor].higher_is_better else new < old
 
-    def _keep(self, evaluation: dict[str, Any]) -> None:
-        """Checkpoint this epoch as the best one and drop the former one."""
-        former, self.best = self.best, evaluation
-        about = {"step": self.step, "epoch": evaluation["epoch"], "metrics": evaluation}
-        checkpoint.save(self.folder.checkpoint_path(self.step), self.job.task, self.job.encoder, about)
-        if former and self.folder.writes:
-            shutil.rmtree(self.folder.checkpoint_path(former["step"]))
-
-    def _finish(self, last: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self) -> dict[str, Any]:
         """Evaluate the best epoch on the test set and write metrics.json."""
-        final: dict[str, Any] = {"best_epoch": self.best["epoch"], "step": self.best["step"], "epochs": last["epoch"]}
+        best, last = self.progress.best, self.progress.last
+        final: dict[str, Any] = {"best_epoch": best["epoch"], "step": best["step"], "epochs": last["epoch"]}
         final["rows_per_s"], final["reader_wait_share"] = last["rows_per_s"], last["reader_wait_share"]
         final["changed"] = {split: dict(sorted(found.items())) for split, found in self.learnt.counters.items()}
         final["tables"] = self.learnt.tables
-        evaluations = {"valid": self.best_valid} if self.best_valid else {}
+        evaluations = {"valid": self.progress.best_valid} if self.progress.best_valid else {}
         if "valid" in self.data.sets:
-            final["valid"] = {k: v for k, v in self.best.items() if k in metrics.METRICS}
+            final["valid"] = {k: v for k, v in best.items() if k in metrics.METRICS}
         if "test" in self.data.sets:
-            if last["epoch"] != self.best["epoch"]:
-                checkpoint.load(self.folder.checkpoint_path(self.best["step"]), self.job.task, self.job.encoder)
+            if last["epoch"] != best["epoch"]:
+                checkpoint.load(self.saver.place(best["step"]), self.job.task, self.job.encoder)
             evaluations["test"] = tested = self._evaluate("test")
             final["test"] = tested.metrics
             final["calibration_curve"] = {"test": tested.calibration_curve}
             elapsed_s = time.perf_counter() - self.start_s
-            self.reporter.evaluated("test", {**self.best, **tested.metrics, "elapsed_s": elapsed_s})
+            self.reporter.evaluated("test", {**best, **tested.metrics, "elapsed_s": elapsed_s})
         final["traffic"] = {split: found.traffic for split, found in evaluations.items()}
         final["slices"] = {split: found.slices for split, found in evaluations.items() if found.slices}
         self.folder.write_json("metrics.json", final)

@@ -2,6 +2,7 @@ import functools
 import io
 import math
 import random
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -257,3 +258,22 @@ def test_a_history_that_is_always_empty_is_read_as_empty_whatever_its_type(nothi
         for name in ("items", "shops", "tags"):
             assert bags(batch, name) == [[]] * 4
         assert scan(Encoder(recipe()), part, np.arange(4)).count.tolist() == [4, 4]
+
+
+def test_encoding_is_not_disturbed_by_a_model_that_is_traced_meanwhile():
+    """torch.fx replaces the calls of all modules while it traces; the reader's thread goes on encoding then."""
+    used, table = recipe(), table_of(good_columns())
+    encoder, found = fitted(used), []
+
+    class Traced(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=lambda: found.append(encoder.encode(table, np.arange(100, 104))))
+            thread.start()
+            thread.join()
+            return x
+
+    torch.fx.Tracer().trace(Traced())
+    assert found, "the thread failed"
+    expected = encode(table, used)
+    assert torch.equal(found[0].dense, expected.dense)
+    assert torch.equal(found[0].pooled.values(), expected.pooled.values())
