@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -207,6 +208,10 @@ def main() -> None:
     """Run the command line; a mistake of the user's ends with one message and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_StderrOfTheMoment()])
     logging.getLogger("recsys").setLevel(logging.INFO if _is_first() else logging.WARNING)
+    if (mistake := _former_mistake()) is not None:
+        if _is_first():
+            print(f"Not tried again: {mistake}", file=sys.stderr)
+        sys.exit(2)
     try:
         app()
     except UserError as error:
@@ -216,7 +221,31 @@ def main() -> None:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)  # torchrun shows it as the cause, on its last lines
+            _remember_mistake(error)
         sys.exit(2)
+
+
+def _remember_mistake(error: UserError) -> None:
+    """Tell torchrun's further attempts of this job, on this host, of a mistake that they would repeat."""
+    file = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    if (folder := _folder_of_all_attempts(file)) is not None and file.exists():
+        shutil.copyfile(file, folder / "mistake.json")
+        (folder / "mistake.txt").write_text(str(error), encoding="utf-8")
+
+
+def _former_mistake() -> str | None:
+    """What an attempt before this one has told; this one then fails with the same cause."""
+    file = pathlib.Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    folder = _folder_of_all_attempts(file)
+    if folder is None or not (folder / "mistake.txt").exists():
+        return None
+    shutil.copyfile(folder / "mistake.json", file)
+    return (folder / "mistake.txt").read_text(encoding="utf-8")
+
+
+def _folder_of_all_attempts(file: pathlib.Path) -> pathlib.Path | None:
+    """Of a rank's error file, which torchrun keeps as FOLDER/attempt_N/RANK/error.json."""
+    return file.parents[2] if file.parent.parent.name.startswith("attempt_") else None
 
 
 class _StderrOfTheMoment(logging.StreamHandler):

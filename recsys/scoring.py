@@ -45,12 +45,14 @@ class Evaluation(NamedTuple):
         calibration_curve: As `metrics.calibration_curve`.
         slices: Metrics by how often a row's item occurred in training, as `slices.by_frequency`; None: unknown.
         traffic: Table -> shares of hot, cold, unknown and missing ids.
+        is_constant: Whether all rows, if there are several, have the same probability.
     """
 
     metrics: dict[str, float | None]
     calibration_curve: list[dict[str, float]]
     slices: list[dict[str, Any]] | None
     traffic: dict[str, dict[str, float | None]]
+    is_constant: bool
 
 
 def score(task: nn.Module, data: Data, reader: Reader, traffic: dict[str, Traffic] | None = None) -> Scores | None:
@@ -106,6 +108,7 @@ def evaluate(task: nn.Module, data: Data, split: Split, items: Frequencies | Non
                 metrics.calibration_curve(probs, labels),
                 None if counts is None else by_frequency(probs, labels, logits, counts[0][kept]),
                 {table: lookups.shares() for table, lookups in traffic.items()},
+                bool(len(probs) > 1 and probs.min() == probs.max()),
             )
     return found
 

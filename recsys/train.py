@@ -35,6 +35,8 @@ from recsys.storage import Place
 from recsys.survey import Survey, describe, survey
 
 log = logging.getLogger("recsys")
+_DIVERGED_LOSS = 1e4
+"""Mean cross entropy, in nats, of a model that is wrong with a logit of 10,000."""
 
 
 @dataclasses.dataclass
@@ -292,25 +294,37 @@ class _Training:
         """Mean over steps and ranks.
 
         Raises:
-            UserError: It is not a number; on all ranks.
+            UserError: It is not a number, or one that only a diverged model has; on all ranks.
         """
         total = torch.stack(losses).sum()
         dist.all_reduce(total)
         mean = total.item() / len(losses) / self.job.ranks.world_size
         if not math.isfinite(mean):
-            kept = ([*map(str, checkpoint.complete(self.saver.folder))] or ["none yet"])[-1]
-            error = UserError(
-                f"The training loss is not finite at step {self.progress.step}; last good checkpoint: {kept}",
-                received=mean,
-                fix="lower optimizer.sparse.learning_rate or optimizer.dense.learning_rate",
-            )
-            error.is_printed_here = self.job.ranks.rank == 0
-            raise error
+            raise self._unhealthy("The training loss is not finite", mean)
+        if mean > _DIVERGED_LOSS:
+            raise self._unhealthy("The training has diverged: its loss is far above that of any guess", mean)
         return mean
 
     def _evaluate(self, split: Split) -> scoring.Evaluation:
-        """Metrics of a split, on all ranks; rank 0 computes them."""
-        return broadcast(scoring.evaluate(self.job.task, self.data, split, self.learnt.items))
+        """Metrics of a split, on all ranks; rank 0 computes them.
+
+        Raises:
+            UserError: The model gives the same score to all rows; on all ranks.
+        """
+        found = broadcast(scoring.evaluate(self.job.task, self.data, split, self.learnt.items))
+        if found.is_constant:
+            raise self._unhealthy(f"The model gives the same score to all rows of data.{split}", None)
+        return found
+
+    def _unhealthy(self, what: str, received: float | None) -> UserError:
+        kept = ([*map(str, checkpoint.complete(self.saver.folder))] or ["none yet"])[-1]
+        error = UserError(
+            f"{what} at step {self.progress.step}; last good checkpoint: {kept}",
+            received=received,
+            fix="lower optimizer.sparse.learning_rate or optimizer.dense.learning_rate",
+        )
+        error.is_printed_here = self.job.ranks.rank == 0
+        return error
 
     def _is_better(self, evaluation: dict[str, Any]) -> bool:
         """Whether this epoch replaces the kept one; where the metric is undefined, the newest epoch counts."""
