@@ -78,8 +78,9 @@ def test_a_run_that_is_told_to_stop_saves_the_step_it_is_at_and_says_so(recipe, 
 
 @pytest.mark.dist
 def test_killed_ranks_are_started_again_by_the_launcher_and_end_as_if_undisturbed(recipe, tmp_path):
-    whole, killed = start(recipe, tmp_path / "whole", ranks=2), None
-    assert whole.wait(LIMIT_S) == 0
+    whole = start(recipe, tmp_path / "whole", ranks=2)
+    output = whole.communicate(timeout=LIMIT_S)[0]
+    assert whole.returncode == 0, output[-3000:]
     killed = start(recipe, tmp_path / "killed", ranks=2, restarts=2)
     wait_for_steps(tmp_path / "killed", killed, 15)
     children = pathlib.Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
