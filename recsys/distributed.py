@@ -6,6 +6,7 @@ import datetime
 import functools
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -79,9 +80,16 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
                 backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout
             )
         stack.callback(dist.destroy_process_group)
+        stack.callback(_forget_nodes)
         yield Ranks(
             rank, world_size, local_world_size, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         )
+
+
+def _forget_nodes() -> None:
+    """TorchRec keeps the groups of a node's ranks for good, though they end with the group of all ranks."""
+    if comm := sys.modules.get("torchrec.distributed.comm"):
+        comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
 
 
 _groups = itertools.count()
