@@ -93,6 +93,9 @@ class TrainSettings(Settings):
     """Plan file (a run's `plan.json`, or from `recsys plan --json`) to spread the tables by; None: plan anew."""
     memory_per_rank: Annotated[Text, pydantic.AfterValidator(size_text)] | None = None
     """Memory that a rank may use, such as `64MB` or `24GiB`; None: its GPU's, or its share of the host's."""
+    timeout_s: float = pydantic.Field(default=600.0, ge=1, le=604_800)
+    """Longest time that ranks wait for each other; then the run ends and names the missing ones. An evaluation computes
+    its metrics on one rank while the others wait."""
     log_every_steps: Count = 20
     """Steps between two points of the training loss curve."""
 

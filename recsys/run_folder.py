@@ -86,6 +86,11 @@ class RunFolder:
         """File of the frequencies of the item column in the training data."""
         return self.path / "item_counts.parquet"
 
+    @property
+    def log(self) -> pathlib.Path:
+        """File of everything that the run said."""
+        return self.path / "log.txt"
+
     def checkpoint_path(self, step: int) -> pathlib.Path:
         """Where the checkpoint of a step stands."""
         return self.path / "checkpoints" / f"step_{step:08d}"
@@ -107,7 +112,7 @@ class RunFolder:
         if not self.writes:
             yield
             return
-        handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        handler = logging.FileHandler(self.log, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         try:

@@ -57,16 +57,19 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run") -> Resul
     Raises:
         UserError: Recipe, data or machine do not fit; raised before the first step on all ranks.
     """
-    with process_group(recipe.train.device, threads=recipe.train.threads_per_rank) as ranks:
+    settings = recipe.train
+    with process_group(settings.device, threads=settings.threads_per_rank, timeout_s=settings.timeout_s) as ranks:
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks)
         learnt = survey(data)
         reader = data.reader("train", shuffle_rows=recipe.data.shuffle_rows)
-        with contextlib.closing(data.batches(reader, range(1, recipe.train.epochs + 1))) as batches:
+        with contextlib.closing(data.batches(reader, range(1, settings.epochs + 1))) as batches:
             job = assemble(recipe, ranks, encoder)  # while the first batches are made
             with agreed("vectors"):
                 vectors.load_named(job)
             folder = RunFolder.create(run, recipe, name, ranks)
+            if ranks.presence is not None:
+                ranks.presence.log = folder.log
             return _train(job, data, folder, learnt, reader, batches)
 
 
@@ -169,6 +172,7 @@ class _Training:
         batches = itertools.islice(self.batches, self.reader.num_steps)
         with self._pipeline() as pipeline:
             for index in range(self.reader.num_steps):
+                self.job.ranks.at(f"step {self.step + 1}")
                 loss, _ = pipeline.progress(batches)
                 losses.append(loss)
                 self.step += 1
@@ -221,6 +225,7 @@ class _Training:
 
     def _evaluate(self, split: Split) -> scoring.Evaluation:
         """Metrics of a split, on all ranks; rank 0 computes them."""
+        self.job.ranks.at(f"the evaluation on {split} after step {self.step}")
         return broadcast(scoring.evaluate(self.job.task, self.data, split, self.learnt.items))
 
     def _is_better(self, evaluation: dict[str, Any]) -> bool:
@@ -259,7 +264,13 @@ class _Training:
             self.reporter.evaluated("test", {**self.best, **tested.metrics, "elapsed_s": elapsed_s})
         final["traffic"] = {split: found.traffic for split, found in evaluations.items()}
         final["slices"] = {split: found.slices for split, found in evaluations.items() if found.slices}
+        final["shared_out"] = shared = self.reader.shared_out()
         self.folder.write_json("metrics.json", final)
+        log.info(
+            "An epoch: %s rows in %d steps, %s to %s for each rank; left out: %d; empty bags that fill up batches: %s",
+            *(f"{shared['rows']:,}", shared["steps"], *(f"{rows:,}" for rows in shared["rows_by_rank"])),
+            *(shared["left_out"], f"{shared['empty_bags']:,}"),
+        )
         log.info("Training waited for data during %.1f %% of its time", 100 * final["reader_wait_share"])
         return final
 

@@ -73,6 +73,7 @@ class Reader:
 
     Attributes:
         num_rows: Rows of this rank.
+        shares: Rows of each rank.
         num_steps: Steps of an epoch, the same on all ranks.
         depth: Steps to be prepared ahead, about two decoded blocks: rows come in bursts of one.
         schema: Schema of the tables that `iterate` yields.
@@ -112,16 +113,36 @@ class Reader:
         self.data, self.world_size = data, world_size
         self.shuffle_rows, self.seed = shuffle_rows, seed
         self.schema = pa.schema([decoded(data.schema.field(name)) for name in columns])
-        self._first, self._last = (data.num_rows * r // world_size for r in (rank, rank + 1))
-        self.num_rows = self._last - self._first
+        bounds = [data.num_rows * r // world_size for r in range(world_size + 1)]
+        self.shares = [last - first for first, last in itertools.pairwise(bounds)]
+        self._first, self._last = bounds[rank : rank + 2]
+        self.num_rows = self.shares[rank]
         self.num_steps = -(-data.num_rows // (world_size * batch_size))
         self.depth = max(2, 2 * _WINDOW_ROWS * self.num_steps // max(self.num_rows, 1))
 
     def rows_by_rank(self, step: int) -> list[int]:
         """Rows of each rank in a step, known everywhere without a message."""
-        bounds = [self.data.num_rows * rank // self.world_size for rank in range(self.world_size + 1)]
-        shares = [last - first for first, last in itertools.pairwise(bounds)]
-        return [self._before(share, step + 1) - self._before(share, step) for share in shares]
+        return [self._before(share, step + 1) - self._before(share, step) for share in self.shares]
+
+    def shared_out(self) -> dict[str, Any]:
+        """How the rows of an epoch are spread, as plain data.
+
+        Returns:
+            `rows`, `steps`; `rows_by_rank`, as (fewest, most); `empty_bags`: by how many rows the batches of an epoch
+            are smaller than the largest ones of their steps, which is what id features are padded with; `left_out`:
+            rows that no rank reads, always 0.
+        """
+        shares, counts = np.unique(self.shares, return_counts=True)
+        ends = shares[:, None] * np.arange(self.num_steps + 1) // max(self.num_steps, 1)
+        batches = np.diff(ends, axis=1)
+        empty_bags = int((batches.max(axis=0) * self.world_size - (batches * counts[:, None]).sum(axis=0)).sum())
+        return {
+            "rows": self.data.num_rows,
+            "steps": self.num_steps,
+            "rows_by_rank": [int(shares[0]), int(shares[-1])],
+            "empty_bags": empty_bags,
+            "left_out": self.data.num_rows - int((batches * counts[:, None]).sum()),
+        }
 
     def order(self, epoch: int) -> Iterator[np.ndarray]:
         """Positions in the data set of this rank's rows as `iterate` yields them, window by window; reads nothing."""
