@@ -220,8 +220,12 @@ def main() -> None:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)  # torchrun shows it as the cause, on its last lines
-            _remember_mistake(error)
+            try:
+                raise error.with_traceback(None) from None  # what led to it is of no use to the user
+            except UserError as short:
+                get_error_handler().record_exception(short)  # torchrun shows it as the cause, on its last lines
+            if not error.is_worth_retrying:
+                _remember_mistake(error)
         sys.exit(2)
 
 

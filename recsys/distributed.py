@@ -6,7 +6,10 @@ import datetime
 import functools
 import itertools
 import os
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from recsys.errors import UserError
 from recsys.machine import keep_freed_memory, usable_cores
+from recsys.presence import Presence, raise_terminated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +30,19 @@ class Ranks:
         world_size: Number of processes.
         local_world_size: Processes on this host.
         device: Where this rank computes.
+        presence: Tells the others where this rank stands; None where there are no others.
     """
 
     rank: int
     world_size: int
     local_world_size: int
     device: torch.device
+    presence: Presence | None = None
+
+    def at(self, place: str) -> None:
+        """Note where this rank stands, such as `step 37`, for the error that other ranks get without it."""
+        if self.presence is not None:
+            self.presence.at(place)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -50,7 +61,7 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         timeout_s: A collective that waits longer ends the job.
 
     Raises:
-        UserError: `cuda` was asked for and there is none.
+        UserError: `cuda` was asked for and there is none; or other ranks did not take part in a collective.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -67,22 +78,52 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         torch.set_num_threads(threads)
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        timeout = datetime.timedelta(seconds=timeout_s)
+        # NCCL's own watchdog ends the process without a word: it comes second.
+        timeout = datetime.timedelta(seconds=timeout_s + (_AFTER_PRESENCE_S if cuda else 0))
         backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
         if cuda:
             torch.cuda.set_device(local_rank)
+        own: dist.Store | None = None
         if "RANK" in os.environ:
-            number = next(_groups)
-            own = dist.PrefixStore(f"recsys/{number}", store())
+            own = dist.PrefixStore(f"group_{next(_groups)}", store())
             dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=timeout
             )
         stack.callback(dist.destroy_process_group)
-        yield Ranks(
-            rank, world_size, local_world_size, torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-        )
+        stack.callback(_forget_nodes)
+        presence = stack.enter_context(_present(own, rank, world_size, timeout_s)) if own and world_size > 1 else None
+        own_device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        yield Ranks(rank, world_size, local_world_size, own_device, presence)
+
+
+_AFTER_PRESENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def _present(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Iterator[Presence]:
+    """Presence among the other ranks; when an exchange with them breaks, the error says whose fault it is."""
+    presence = Presence(store, rank, world_size, timeout_s)
+    handles = threading.current_thread() is threading.main_thread()
+    former = signal.signal(signal.SIGTERM, raise_terminated) if handles else None
+    try:
+        yield presence
+    except BaseException as error:
+        if (explained := presence.explain(error)) is not None:
+            handles = False  # the launcher's signal must not end us before the error is printed
+            raise explained from None
+        raise
+    finally:
+        presence.leave()
+        if handles:
+            signal.signal(signal.SIGTERM, former)
+
+
+def _forget_nodes() -> None:
+    """TorchRec keeps the groups of a node's ranks for good, though they end with the group of all ranks."""
+    if comm := sys.modules.get("torchrec.distributed.comm"):
+        comm._INTRA_PG = comm._CROSS_PG = None  # type: ignore[attr-defined]
 
 
 _groups = itertools.count()
@@ -91,9 +132,12 @@ _groups = itertools.count()
 
 @functools.cache
 def store() -> dist.Store:
-    """Where launched ranks meet, once per process: it outlives the groups, of which there may be several in turn."""
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return store
+    """Where launched ranks meet, once per process: it outlives the groups, of which there may be several in turn.
+
+    It may outlive the ranks, too: a launcher that starts them again must not let them find what the last ones wrote.
+    """
+    found, _, _ = next(iter(dist.rendezvous("env://")))
+    return dist.PrefixStore(f"recsys/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
 
 
 def _launched(name: str, alone: int) -> int:

@@ -19,9 +19,11 @@ class UserError(ValueError):
 
     Attributes:
         is_printed_here: False where another rank raises the very same error and prints it.
+        is_worth_retrying: Whether the same job may do better when a launcher starts it again.
     """
 
     is_printed_here = True
+    is_worth_retrying = False
 
     def __init__(self, what: str, *, received: object = None, allowed: object = None, fix: str | None = None) -> None:
         self.what, self.received, self.allowed, self.fix = what, received, allowed, fix

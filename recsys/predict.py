@@ -90,7 +90,7 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
             raise UserError("The recipe of this run names no test set", received="data.test: null", fix="use --data")
     # A model trained on GPUs may be read where there are none.
     device = "auto" if recipe.train.device == "cuda" and not torch.cuda.is_available() else recipe.train.device
-    with process_group(device, threads=recipe.train.threads_per_rank) as ranks:
+    with process_group(device, threads=recipe.train.threads_per_rank, timeout_s=recipe.train.timeout_s) as ranks:
         with agreed("output"):
             if target is not None and ranks.rank == 0:
                 require_writable(pathlib.Path(target), pathlib.Path(data_path))

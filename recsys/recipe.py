@@ -96,6 +96,9 @@ class TrainSettings(Settings):
     warm_start: Text | None = None
     """Checkpoint, or run folder, whose tables and layers a new run starts with, as far as they fit; the log says which
     do not. Optimizers start afresh."""
+    timeout_s: float = pydantic.Field(default=600.0, ge=1, le=604_800)
+    """Longest time that ranks wait for each other; then the run ends and names the missing ones. An evaluation computes
+    its metrics on one rank while the others wait."""
     log_every_steps: Count = 20
     """Steps between two points of the training loss curve."""
 

@@ -103,6 +103,11 @@ class RunFolder:
         """Folder of the checkpoints."""
         return Place(recipe.checkpoint.folder or self.path / "checkpoints")
 
+    @property
+    def log(self) -> pathlib.Path:
+        """File of everything that the run said."""
+        return self.path / "log.txt"
+
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file."""
         if self.writes:
@@ -120,7 +125,7 @@ class RunFolder:
         if not self.writes:
             yield
             return
-        handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        handler = logging.FileHandler(self.log, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         try:

@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import placement
@@ -115,7 +116,7 @@ def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParalle
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        return DistributedModelParallel(
+        sharded = DistributedModelParallel(
             model,
             env=ShardingEnv.from_process_group(ranks.group),
             device=ranks.device,
@@ -124,6 +125,25 @@ def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParalle
             # one rank has nobody to average gradients with
             init_data_parallel=ranks.world_size > 1,
         )
+    if ranks.device.type == "cpu":
+        _let_kernels_be_empty(sharded)
+    return sharded
+
+
+def _let_kernels_be_empty(sharded: nn.Module) -> None:
+    """Make FBGEMM's CPU kernels do with tables of no rows, as ranks hold of tables cut into more parts than rows.
+
+    A kernel knows the CPU by weights in the host's memory, and without any takes a lookup for one on a GPU. Its
+    backward pass looks for the next row number behind that of a table's first row, and runs out of the array where
+    the last table has none.
+    """
+    lookups = [lookup for module in sharded.modules() for lookup in getattr(module, "_lookups", ())]
+    for kernel in (kernel for lookup in lookups for kernel in lookup.modules()):
+        if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+            if kernel.weights_host.numel() == 0:
+                kernel.weights_host = nn.Parameter(torch.zeros(1, dtype=kernel.weights_host.dtype))
+            if kernel.rows_per_table[-1] == 0:
+                kernel.hash_size_cumsum[-1] += 1
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def vocabularies(
     with alike_on_host():
         if json_path is not None:
             require_writable(pathlib.Path(json_path), pathlib.Path(recipe.paths["train"]))
-    with process_group("cpu", threads=recipe.train.threads_per_rank) as ranks:
+    with process_group("cpu", threads=recipe.train.threads_per_rank, timeout_s=recipe.train.timeout_s) as ranks:
         with agreed("recsys vocab"):
             if ranks.world_size > 1:
                 raise UserError("Vocabularies are counted by one process", received=f"{ranks.world_size} ranks")

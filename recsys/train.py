@@ -70,11 +70,14 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run", resume: 
     """
     if resume == "never" and resumption.restarted():
         resume = "auto"
-    with process_group(recipe.train.device, threads=recipe.train.threads_per_rank) as ranks:
+    settings = recipe.train
+    with process_group(settings.device, threads=settings.threads_per_rank, timeout_s=settings.timeout_s) as ranks:
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks)
         learnt = survey(data)
         folder = RunFolder.create(run, recipe, name, ranks, goes_on=resume != "never")
+        if ranks.presence is not None:
+            ranks.presence.log = folder.log
         with folder.logging():
             start = resumption.choose(resume, folder.checkpoints(recipe), ranks)
             for sentence in start.reports:
@@ -214,6 +217,7 @@ class _Training:
         batches = itertools.islice(self.batches, epoch.num_steps - epoch.start_step)
         with self._pipeline() as pipeline:
             for index in range(epoch.start_step, epoch.num_steps):
+                self.job.ranks.at(f"step {progress.step + 1}")
                 loss, _ = pipeline.progress(batches)
                 losses.append(loss)
                 progress.step += 1
@@ -311,6 +315,7 @@ class _Training:
         Raises:
             UserError: The model gives the same score to all rows; on all ranks.
         """
+        self.job.ranks.at(f"the evaluation on {split} after step {self.progress.step}")
         found = broadcast(scoring.evaluate(self.job.task, self.data, split, self.learnt.items))
         if found.is_constant:
             raise self._unhealthy(f"The model gives the same score to all rows of data.{split}", None)
@@ -355,7 +360,13 @@ class _Training:
             self.reporter.evaluated("test", {**best, **tested.metrics, "elapsed_s": elapsed_s})
         final["traffic"] = {split: found.traffic for split, found in evaluations.items()}
         final["slices"] = {split: found.slices for split, found in evaluations.items() if found.slices}
+        final["shared_out"] = shared = self.reader.epoch(0).shared_out()
         self.folder.write_json("metrics.json", final)
+        log.info(
+            "An epoch: %s rows in %d steps, %s to %s for each rank; left out: %d; empty bags that fill up batches: %s",
+            *(f"{shared['rows']:,}", shared["steps"], *(f"{rows:,}" for rows in shared["rows_by_rank"])),
+            *(shared["left_out"], f"{shared['empty_bags']:,}"),
+        )
         log.info("Training waited for data during %.1f %% of its time", 100 * final["reader_wait_share"])
         return final
 

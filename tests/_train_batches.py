@@ -1,8 +1,8 @@
-"""Worker of the sharding tests: train a recipe's model on given global batches and save its whole weights.
+"""Worker of the sharding tests: train recipes' models on given global batches and save their whole weights.
 
-    torchrun --nproc-per-node N tests/_train_batches.py CONFIG.json
+    torchrun --nproc-per-node N tests/_train_batches.py CONFIGS.json
 
-Rank r of N takes the r-th slice of each global batch, cut unevenly when CONFIG says so. Rank 0 writes a plain
+Rank r of N takes the r-th slice of each global batch, cut unevenly when a configuration says so. Rank 0 writes a plain
 {name: tensor} of every table, unpadded, and every dense weight.
 """
 
@@ -92,11 +92,11 @@ def run(config: dict) -> None:
         if ranks.rank == 0:
             tables = job.describe_plan()["tables"]
             kinds = {table["name"]: table["kind"] for table in tables}
-            num_shards = {table["name"]: len(table["shards"]) for table in tables}
-            found = {"before": before, "after": after, "kinds": kinds, "num_shards": num_shards}
+            found = {"before": before, "after": after, "kinds": kinds}
             torch.save(found, config["output"])
 
 
 if __name__ == "__main__":
     require_stack()
-    run(json.loads(pathlib.Path(sys.argv[1]).read_text()))
+    for config in json.loads(pathlib.Path(sys.argv[1]).read_text()):
+        run(config)

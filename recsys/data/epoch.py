@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Segment(NamedTuple):
     """Rows number `begin` to `end` of the stream of the rows `first` to `last` of the data set."""
@@ -99,6 +101,27 @@ class Epoch:
     def rows_by_rank(self, step: int) -> list[int]:
         """Rows of each rank in a step."""
         return [self.before(share, step + 1) - self.before(share, step) for share in self.shares]
+
+    def shared_out(self) -> dict[str, Any]:
+        """How the rows of an epoch are spread, as plain data.
+
+        Returns:
+            `rows`, `steps`; `rows_by_rank`, as (fewest, most); `empty_bags`: by how many rows the batches of an epoch
+            are smaller than the largest ones of their steps, which is what id features are padded with; `left_out`:
+            rows that no rank reads, always 0.
+        """
+        rows_of_ranks = [self.rows_of(share) for share in self.shares]
+        shares, counts = np.unique(rows_of_ranks, return_counts=True)
+        ends = shares[:, None] * np.arange(self.num_steps + 1) // max(self.num_steps, 1)
+        batches = np.diff(ends, axis=1)
+        empty_bags = int((batches.max(axis=0) * len(self.shares) - (batches * counts[:, None]).sum(axis=0)).sum())
+        return {
+            "rows": sum(rows_of_ranks),
+            "steps": self.num_steps,
+            "rows_by_rank": [int(shares[0]), int(shares[-1])],
+            "empty_bags": empty_bags,
+            "left_out": sum(rows_of_ranks) - int((batches * counts[:, None]).sum()),
+        }
 
     def _shared_out(self, done: Part, world_size: int) -> "Epoch":
         """What a part leaves of this epoch, for some number of ranks: equal pieces of all of it in a row."""

@@ -84,6 +84,7 @@ class Reader:
 
     Attributes:
         num_rows: Rows of this rank.
+        shares: Rows of each rank.
         num_steps: Steps of an epoch, the same on all ranks.
         depth: Steps to be prepared ahead, about two decoded blocks: rows come in bursts of one.
         schema: Schema of the tables that `iterate` yields.
