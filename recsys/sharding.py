@@ -16,6 +16,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys.cluster import Cluster, cluster_here
+from recsys.communication import Registry
 from recsys.distributed import Ranks, agreed, broadcast, gather
 from recsys.embedding import Embeddings, initial_rows, stored_name, table_of_parameter
 from recsys.errors import UserError
@@ -105,14 +106,21 @@ def _parameter(table: TablePlan, plan: Plan) -> ParameterSharding:
     )
 
 
-def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParallel:
-    """Spread the tables over the ranks as planned and replicate everything else."""
+def shard(model: nn.Module, plan: Plan, ranks: Ranks, codecs: Registry | None = None) -> DistributedModelParallel:
+    """Spread the tables over the ranks as planned and replicate everything else.
+
+    Args:
+        model: The unsharded model.
+        plan: Where each table lives.
+        ranks: Who we are.
+        codecs: What encodes the messages of each exchange; None: they are sent as they are.
+    """
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(ranks.group),
         device=ranks.device,
         plan=torchrec_plan(plan, model),
-        sharders=sharders(),
+        sharders=sharders(codecs),
         # one rank has nobody to average gradients with
         init_data_parallel=ranks.world_size > 1,
     )

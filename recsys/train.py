@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
-from recsys import checkpoint, metrics, optim, report, scoring, vectors
+from recsys import checkpoint, communication, metrics, optim, report, scoring, vectors
 from recsys.data.batch import Batch
 from recsys.data.reader import Prefetcher, Reader
 from recsys.distributed import agreed, broadcast, process_group
@@ -77,6 +77,7 @@ def _train(
         facts = environment(job.ranks, torch.get_num_threads())
         facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
         facts["optimizers"] = job.describe_optimizers()
+        facts["communication"] = job.describe_communication()
         folder.write_json("environment.json", facts)
         folder.write_json("plan.json", job.describe_plan())
         _describe_start(job, data, folder, learnt)
@@ -114,6 +115,8 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
         log.info("%s", line)
     for sentence in optim.sentences(job.describe_optimizers()):
         log.info("%s", sentence)
+    if sent := communication.sentence(job.recipe, job.ranks.world_size):
+        log.info("%s", sent)
     for note in learnt.notes:
         log.info("%s", note)
     for split, found in data.sets.items():
