@@ -228,7 +228,7 @@ def dense_of(model: nn.Module, recipe: Recipe, cluster: Cluster) -> Dense:
     sent = recipe.train.communication.dense_bytes(num_weights, cluster.world_size)
     return Dense(
         bytes=weights,
-        gradient_bytes=weights,
+        gradient_bytes=weights * (2 if recipe.train.communication.dense == "top_k" else 1),  # and what is not sent
         state_bytes=state_bytes(recipe.optimizer.dense.name, 1, num_weights),
         activation_bytes=math.ceil(saved * batch),
         compute_ms=1e3 * flops * batch / (machine.flops * _DENSE_EFFICIENCY),

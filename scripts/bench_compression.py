@@ -148,7 +148,7 @@ def measure(recipes: Mapping[str, Recipe], ranks: Ranks, steps: int, rounds: int
     found: dict[str, Any] = {}
     for name, contestant in contestants.items():
         contestant(None)  # buckets of gradients are put together in the first steps
-        counter = Collectives(ranks.rank, ranks.world_size)
+        counter = Collectives()
         contestant(counter)
         sent = torch.tensor([by_direction(counter.messages)[direction] for direction in _DIRECTIONS])
         dist.all_reduce(sent)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,47 +37,48 @@ class Collectives(TorchDispatchMode):
         messages: In the order of the calls.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.phase, self.messages = "", list[Message]()
-        self._rank, self._world_size = rank, world_size
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.name()
         if name.startswith("c10d::") and name in _SENT:
-            sent, own_share = _SENT[name](args, self._rank, self._world_size)
-            for tensor in sent:
+            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+            tensors, share = _SENT[name](args, group.rank(), group.size())
+            for tensor in tensors:
                 whole = tensor.numel() * tensor.element_size()
-                self.messages.append(Message(self.phase, name[6:], tensor.dtype, whole, whole * own_share))
+                self.messages.append(Message(self.phase, name[6:], tensor.dtype, whole, whole * share))
         elif name.startswith("c10d::") and name not in _SILENT:
             raise NotImplementedError(f"nobody has said what {name} sends")
         return func(*args, **kwargs or {})
 
 
-def _all_reduce(args: Sequence[Any], _: int, world_size: int) -> tuple[list[Tensor], float]:
-    return list(args[0]), 2 * (world_size - 1) / world_size
+def _all_reduce(args: Sequence[Any], _: int, size: int) -> tuple[list[Tensor], float]:
+    return list(args[0]), 2 * (size - 1) / size
 
 
-def _reduce_scatter(args: Sequence[Any], _: int, world_size: int) -> tuple[list[Tensor], float]:
+def _reduce_scatter(args: Sequence[Any], _: int, size: int) -> tuple[list[Tensor], float]:
     # gloo adds up the whole input on every rank and keeps a part of it.
-    return [args[1]], 2 * (world_size - 1) / world_size
+    return [args[1]], 2 * (size - 1) / size
 
 
-def _all_gather(args: Sequence[Any], _: int, world_size: int) -> tuple[list[Tensor], float]:
-    return [args[1]], world_size - 1
+def _all_gather(args: Sequence[Any], _: int, size: int) -> tuple[list[Tensor], float]:
+    return [args[1]], size - 1
 
 
-def _all_to_all(args: Sequence[Any], rank: int, world_size: int) -> tuple[list[Tensor], float]:
+def _all_to_all(args: Sequence[Any], rank: int, size: int) -> tuple[list[Tensor], float]:
     tensor, splits = args[1], args[4]
     if not tensor.numel():
         return [tensor], 0.0
-    return [tensor], 1 - (splits[rank] / sum(splits) if splits else 1 / world_size)
+    return [tensor], 1 - (splits[rank] / sum(splits) if splits else 1 / size)
 
 
-def _broadcast(args: Sequence[Any], rank: int, world_size: int) -> tuple[list[Tensor], float]:
-    return list(args[0]), world_size - 1 if rank == args[2] else 0
+def _broadcast(args: Sequence[Any], rank: int, size: int) -> tuple[list[Tensor], float]:
+    return list(args[0]), size - 1 if rank == args[2] else 0
 
 
 _SENT: Mapping[str, Callable[[Sequence[Any], int, int], tuple[list[Tensor], float]]] = {
@@ -92,7 +94,8 @@ _SILENT = ("c10d::barrier",)
 def by_direction(messages: Sequence[Message]) -> dict[str, float]:
     """Bytes that leave the rank, by what they are: ids, vectors, gradients, dense, other.
 
-    Phases are `forward` and `backward`. Numbers and places of a top-k message travel as int32 in the backward pass,
+    Phases are `forward` and `backward`. What normalisation layers that share their statistics average on the way back
+    counts as dense. Numbers and places of a top-k message travel as int32 in the backward pass,
     where no ids do.
     """
     found = dict.fromkeys(("ids", "vectors", "gradients", "dense", "other"), 0.0)

@@ -59,7 +59,7 @@ def run(case: dict, ranks: Ranks) -> dict:
             batch = batch_of(job, 0, case)
             vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
             found["vectors"][mode] = vectors | {name: values for name, (values, _) in events.items()}
-    counter, sums, gradients = Collectives(ranks.rank, ranks.world_size), {}, {}
+    counter, sums, gradients = Collectives(), {}, {}
     batches = [batch_of(job, step, case) for step in range(case.get("steps", 1))]
     task.train()
     if case.get("pipeline"):

@@ -173,6 +173,8 @@ def test_fp32_is_what_no_key_at_all_does_to_the_last_bit(found, name):
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_gradients_of_a_batch_of_a_million_rows_do_not_vanish(found, precision):
     """A row's gradients are 2^-20 of its loss's, where fp16 alone keeps a few bits or none."""
+    sent = {phase: dtype for phase, dtype in exchanged(found(f"million-{precision}"))}
+    assert sent == {"forward": torch.float32, "backward": HALVES.get(precision, torch.uint8)}
     exact, rounded = updates(found("million-fp32")), updates(found(f"million-{precision}"))
     tables = [name for name in exact if "embedding_bags" in name]
     assert len(tables) == 3
@@ -391,3 +393,26 @@ def test_estimated_exchanges_follow_the_key():
     assert 0.5 <= dense["copied"] / plain["copied"] < 1, "what updates a replica is no exchange"
     # Two ranks: 8 bytes for each number sent, against 8 that an all-reduce counts for each.
     assert exchange_ms("dense=top_k", "top_k_share=0.02")["dense"] / plain["dense"] == pytest.approx(0.02)
+    kept = [plan_of(text, f"train.communication.dense={dense}", **SMALL).dense for dense in ("fp32", "top_k")]
+    assert kept[1].gradient_bytes - kept[0].gradient_bytes == kept[0].bytes, "what is not sent is as large as weights"
+
+
+def test_the_document_lists_what_is_accepted():
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/communication.md").read_text().splitlines()]
+    rows = [[cell.strip() for cell in row] for row in rows if len(row) == 5 and row[1].strip().startswith("`")]
+    said = {}
+    for table, kind, _, halves, int8 in rows[1:]:
+        model = "deepfm" if table == "pooled" else "din"
+        for precision in ("fp16", "bf16", "int8"):
+            said[model, kind.strip("`"), precision] = (int8 if precision == "int8" else halves) == "yes"
+    accepted = {}
+    for model, kind, precision in said:
+        text = yaml.safe_load(recipe(model, kind if model == "deepfm" else "auto"))
+        text["tables"]["item"] = {"sharding": kind}
+        try:
+            recipe_file.parse(yaml.safe_dump(text), [f"train.communication.embeddings={precision}"])
+            accepted[model, kind, precision] = True
+        except UserError:
+            accepted[model, kind, precision] = False
+    assert accepted == said
+    assert {kind for _, kind, _ in said} == {*POOLED, "data_parallel"}
