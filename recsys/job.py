@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys import models, optim, sharding
+from recsys import communication, models, optim, sharding
 from recsys.data.batch import Batch
 from recsys.data.encoded import EncodedRows
 from recsys.data.epoch import Epoch
@@ -159,6 +159,7 @@ class Job:
         task: The sharded `Task`.
         embeddings: The unsharded description of the tables, on the meta device.
         plan: Where each table lives, and what that costs.
+        unsent: Gradients that this rank holds back, whose state a run that goes on needs; None where it holds none.
     """
 
     recipe: Recipe
@@ -167,6 +168,7 @@ class Job:
     task: DistributedModelParallel
     embeddings: Embeddings
     plan: Plan
+    unsent: communication.TopK | None = None
 
     def optimizer(self, total_steps: int | None = None) -> optim.ModelOptimizer:
         """The optimizer of the model; `total_steps` of the whole run are for a schedule that ends with it."""
@@ -175,6 +177,10 @@ class Job:
     def describe_optimizers(self) -> dict[str, Any]:
         """Who updates what, as plain data."""
         return optim.describe(self.task, self.embeddings, self.recipe)
+
+    def describe_communication(self) -> dict[str, Any]:
+        """What is sent in which precision, as plain data."""
+        return communication.describe(self.recipe, self.ranks.world_size)
 
     def describe_plan(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -199,8 +205,12 @@ def assemble(recipe: Recipe, ranks: Ranks, encoder: Encoder, *, trains: bool = T
     optim.fuse(embeddings, recipe, trains=trains)
     plain = Task(model, bf16_on=ranks.device.type if recipe.train.precision == "bf16" else None)
     plan = sharding.agreed_plan(plain, recipe, ranks, trains=trains)
-    task = sharding.shard(plain, plan, ranks)
+    # Evaluation sends fp32; a model that is only read or on one rank has nothing to compress.
+    compresses = trains and ranks.world_size > 1
+    codecs = communication.registry(recipe, plan=plan, is_active=lambda: plain.training) if compresses else None
+    task = sharding.shard(plain, plan, ranks, codecs)
+    unsent = communication.compress_averages(task, recipe.train.communication) if compresses else None
     sharding.initialize_tables(task, embeddings, recipe.train.seed)
     if ranks.world_size > 1 and recipe.train.shared_batch_statistics:
         synchronize_statistics(task, ranks.group)
-    return Job(recipe, ranks, encoder, task, embeddings, plan)
+    return Job(recipe, ranks, encoder, task, embeddings, plan, unsent)

@@ -171,16 +171,22 @@ class Reservation(FixedPercentageStorageReservation):
 
 
 class _Bandwidths(BasicCommsBandwidths):
-    """TorchRec takes every all-reduce for one between nodes."""
+    """TorchRec takes every all-reduce for one between nodes, and for one in the table's own dtype."""
+
+    def __init__(self, intra_host_bw: float, inter_host_bw: float, replicas_share: float) -> None:
+        super().__init__(intra_host_bw=intra_host_bw, inter_host_bw=inter_host_bw)
+        self._replicas_share = replicas_share
 
     def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        if collective_type == CollectiveType.ALL_REDUCE and world_size <= local_world_size:
-            return self.intra_host_bw
-        return super().get_bw(local_world_size, world_size, collective_type)
+        if collective_type != CollectiveType.ALL_REDUCE:
+            return super().get_bw(local_world_size, world_size, collective_type)
+        # Only the gradients of replicated tables are averaged so: fewer bytes are as good as more of them per second.
+        bandwidth = self.intra_host_bw if world_size <= local_world_size else self.inter_host_bw
+        return bandwidth / self._replicas_share
 
 
-def topology_of(cluster: Cluster) -> Topology:
-    """A cluster in TorchRec's words."""
+def topology_of(cluster: Cluster, replicas_share: float = 1.0) -> Topology:
+    """A cluster in TorchRec's words; `replicas_share` as in `CommunicationSettings`."""
     machine, per_ms = cluster.machine, 1e-3
     cuda = machine.device == "cuda"
     return TopologyFactory.create_topology(
@@ -196,7 +202,7 @@ def topology_of(cluster: Cluster) -> Topology:
             compute_device=machine.device,
             use_hardware_based_bandwidth=True,
             generalized_comms_bandwidths=_Bandwidths(
-                intra_host_bw=machine.intra_bandwidth * per_ms, inter_host_bw=machine.inter_bandwidth * per_ms
+                machine.intra_bandwidth * per_ms, machine.inter_bandwidth * per_ms, replicas_share
             ),
         ),
     )
@@ -219,13 +225,14 @@ def dense_of(model: nn.Module, recipe: Recipe, cluster: Cluster) -> Dense:
     batch = recipe.data.batch_size_per_rank
     machine, alone = cluster.machine, cluster.world_size == 1
     rate = machine.intra_bandwidth if cluster.nodes == 1 else machine.inter_bandwidth
+    sent = recipe.train.communication.dense_bytes(num_weights, cluster.world_size)
     return Dense(
         bytes=weights,
-        gradient_bytes=weights,
+        gradient_bytes=weights * (2 if recipe.train.communication.dense == "top_k" else 1),  # and what is not sent
         state_bytes=state_bytes(recipe.optimizer.dense.name, 1, num_weights),
         activation_bytes=math.ceil(saved * batch),
         compute_ms=1e3 * flops * batch / (machine.flops * _DENSE_EFFICIENCY),
-        exchange_ms=0.0 if alone else 1e3 * 2 * weights / rate,
+        exchange_ms=0.0 if alone else 1e3 * sent / rate,
     )
 
 

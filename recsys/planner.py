@@ -15,6 +15,7 @@ from torchrec.distributed.planner.types import Enumerator, PlannerError, Propose
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
 
 from recsys.cluster import Cluster
+from recsys.communication import Registry, registry
 from recsys.embedding import Embeddings, stored_name
 from recsys.errors import UserError
 from recsys.plan import HOST_CACHED, Plan, TablePlan
@@ -49,9 +50,9 @@ class _SequenceSharder(EmbeddingCollectionSharder):
         return [t for t in super().sharding_types(compute_device_type) if t != ShardingType.DATA_PARALLEL.value]
 
 
-def sharders() -> list[Any]:
-    """What can split which collection."""
-    return [_BagSharder(), _SequenceSharder()]
+def sharders(codecs: Registry | None = None) -> list[Any]:
+    """What can split which collection, with what encodes the messages of each exchange."""
+    return [kind(qcomm_codecs_registry=dict(codecs) if codecs else None) for kind in (_BagSharder, _SequenceSharder)]
 
 
 def torchrec_kind(kind: str) -> str:
@@ -82,8 +83,9 @@ class Planner:
         for i in recipe.id_inputs:
             rows_per_id = recipe.table_settings(i.table).num_hashes
             self._lengths.setdefault(i.table, []).append(float((i.max_length or 1) * rows_per_id))
-        self._batch_size, self._sharders = recipe.data.batch_size_per_rank, sharders()
-        self._topology = topology_of(cluster)
+        self._batch_size = recipe.data.batch_size_per_rank
+        self._sharders = sharders(registry(recipe) if trains else None)
+        self._topology = topology_of(cluster, recipe.train.communication.replicas_share)
         self._optimizers = {
             stored_name(name): optimizer_of(recipe, name) if trains else "frozen" for name in self._weights
         }

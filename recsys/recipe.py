@@ -14,6 +14,7 @@ import pydantic
 import yaml
 
 from recsys.cluster import size_text
+from recsys.communication_settings import CommunicationSettings
 from recsys.errors import nearest
 from recsys.features import (
     MAX_COUNT,
@@ -85,6 +86,8 @@ class TrainSettings(Settings):
     """Threads that torch uses; None: OMP_NUM_THREADS if that is set, else the host's cores over its ranks."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the dense layers' matrix products while they train; weights, tables, evaluation and prediction are fp32."""
+    communication: CommunicationSettings = CommunicationSettings()
+    """What ranks send each other in fewer bits than fp32."""
     shared_batch_statistics: bool = True
     """Normalisation layers see the batches of all ranks, so that N ranks train as one. False saves the exchange."""
     pipeline: Literal["auto", "plain", "sparse_dist"] = "auto"
@@ -194,9 +197,14 @@ class Recipe(Settings):
                 yield f"tables: deepfm multiplies vectors with each other, so all need one `dim`. Received: {dims}"
 
     def _training_problems(self, tables: set[str]) -> Iterator[str]:
+        if self.train.communication.dense == "top_k" and self.optimizer.dense.clip_norm is not None:
+            yield (
+                "optimizer.dense.clip_norm: with train.communication.dense=top_k there is no whole gradient whose norm "
+                "could be limited. Do: remove one of them"
+            )
         for name in sorted(tables):
             settings, update = self.table_settings(name), self.table_update(name)
-            yield from table_problems(name, settings, update, self.train.device, attended=name in self.attended)
+            yield from table_problems(name, settings, update, self.train.device, self.excluded_kinds(name))
             is_replicated = settings.sharding == "data_parallel" or update.name == "dense"
             if settings.placement == "host_cached" and (is_replicated or self.train.device == "cpu"):
                 yield (
@@ -280,7 +288,9 @@ class Recipe(Settings):
 
     def excluded_kinds(self, name: str) -> dict[str, str]:
         """Sharding kind -> why a table cannot be split so."""
-        return excluded_kinds(self.table_settings(name), self.table_update(name), attended=name in self.attended)
+        attended = name in self.attended
+        excluded = excluded_kinds(self.table_settings(name), self.table_update(name), attended=attended)
+        return {**excluded, **self.train.communication.excluded_kinds(attended=attended)}
 
     @functools.cached_property
     def inputs(self) -> Inputs:

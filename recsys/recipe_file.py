@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pydantic
 import yaml
 
+from recsys import communication_settings
 from recsys.errors import UserError, nearest
 from recsys.features import Feature
 from recsys.models.config import ModelConfig
@@ -162,7 +163,7 @@ def _describe(error: Any) -> list[str]:
     if kind == "invalid_key" or full[-1:] == ("[key]",):
         return [f"{key}: a key must be text. Received: {_SHOWN.repr(given)}. Do: quote it"]
     if kind == "extra_forbidden":
-        if (reason := refused_key(location)) is not None:
+        if (reason := refused_key(location) or communication_settings.REFUSED_KEYS.get(str(last))) is not None:
             return [f"{key}: {reason}"]
         allowed = list(_class_at(full).model_fields)
         return [f"{key}: unknown key. Allowed: {sorted(allowed)}.{nearest(str(last), allowed)}"]
@@ -178,7 +179,8 @@ def _describe(error: Any) -> list[str]:
         found = str(error["ctx"]["tag"])
         return [f"{key}: unknown {tag} {_SHOWN.repr(found)}. Allowed: {names}.{nearest(found, names)}"]
     if kind == "literal_error":
-        if (reason := refused_value(location, given)) is not None:
+        refused = communication_settings.REFUSED_VALUES.get((str(last), str(given)))
+        if (reason := refused_value(location, given) or refused) is not None:
             return [f"{key}: {reason}"]
         names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         return [f"{key}: unknown value {_SHOWN.repr(given)}. Allowed: {names}.{nearest(str(given), names)}"]

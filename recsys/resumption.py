@@ -68,6 +68,8 @@ def slots(job: Job, optimizer: ModelOptimizer) -> dict[str, Any]:
     found[f"{mine}/random"] = torch.get_rng_state()
     if job.ranks.device.type == "cuda":
         found[f"{mine}/random_cuda"] = torch.cuda.get_rng_state()
+    if job.unsent is not None:
+        found |= {f"{mine}/unsent/{name}": gradient for name, gradient in job.unsent.residuals.items()}
     if job.ranks.world_size > 1 and not job.recipe.train.shared_batch_statistics:
         for name, module in job.task.named_modules():
             if isinstance(module, BatchNorm):
@@ -120,6 +122,8 @@ def restore(place: Place, job: Job, optimizer: ModelOptimizer, reader: Reader) -
             torch.cuda.set_rng_state(wanted[f"rank/{job.ranks.rank}/random_cuda"])
     else:
         key = [job.recipe.train.seed, job.ranks.rank, progress.step]
+        if job.unsent is not None:
+            log.warning("Gradients that %d ranks held back (top_k) are lost", stored["world_size"])
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
     optimizer.seek(progress.step)
     return progress

@@ -19,6 +19,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys.cluster import Cluster, cluster_here
+from recsys.communication import Registry
 from recsys.distributed import Ranks, agreed, broadcast, gather
 from recsys.embedding import Embeddings, initial_rows, stored_name, table_of_parameter
 from recsys.errors import UserError
@@ -108,8 +109,15 @@ def _parameter(table: TablePlan, plan: Plan) -> ParameterSharding:
     )
 
 
-def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParallel:
-    """Spread the tables over the ranks as planned and replicate everything else."""
+def shard(model: nn.Module, plan: Plan, ranks: Ranks, codecs: Registry | None = None) -> DistributedModelParallel:
+    """Spread the tables over the ranks as planned and replicate everything else.
+
+    Args:
+        model: The unsharded model.
+        plan: Where each table lives.
+        ranks: Who we are.
+        codecs: What encodes the messages of each exchange; None: they are sent as they are.
+    """
     # What torch says of TorchRec's and FBGEMM's own calls, when replicated tables are wrapped and when they train.
     warnings.filterwarnings(
         "ignore", "fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel", UserWarning
@@ -121,7 +129,7 @@ def shard(model: nn.Module, plan: Plan, ranks: Ranks) -> DistributedModelParalle
             env=ShardingEnv.from_process_group(ranks.group),
             device=ranks.device,
             plan=torchrec_plan(plan, model),
-            sharders=sharders(),
+            sharders=sharders(codecs),
             # one rank has nobody to average gradients with
             init_data_parallel=ranks.world_size > 1,
         )

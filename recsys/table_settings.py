@@ -1,6 +1,6 @@
 """What a recipe says of one table: which row an id reads, where the rows live, who trains them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import pydantic
@@ -106,7 +106,7 @@ def excluded_kinds(table: TableSettings, update: TableUpdate, *, attended: bool)
 
 
 def table_problems(
-    name: str, table: TableSettings, update: TableUpdate, device: str, *, attended: bool
+    name: str, table: TableSettings, update: TableUpdate, device: str, excluded: Mapping[str, str]
 ) -> Iterator[str]:
     """What is impossible about the training of one table.
 
@@ -115,7 +115,7 @@ def table_problems(
         table: Its settings.
         update: How it is trained.
         device: `train.device`.
-        attended: Whether the model reads it event by event.
+        excluded: Sharding kind -> why it cannot be split so.
     """
     key = f"tables.{name}"
     if update.name not in (*choices(device), "frozen"):
@@ -132,7 +132,6 @@ def table_problems(
             f"small tables. Received: {weights:,} weights. Allowed: up to {MAX_DENSE_WEIGHTS:,}, or "
             f"{', '.join(n for n in choices(device) if n != 'dense')}"
         )
-    excluded = excluded_kinds(table, update, attended=attended)
     allowed = [kind for kind in KINDS if kind not in excluded]
     if not allowed:  # `dense` alone leaves one kind, so that one more reason leaves none
         yield (

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
-from recsys import checkpoint, metrics, optim, report, resumption, scoring, vectors
+from recsys import checkpoint, communication, metrics, optim, report, resumption, scoring, vectors
 from recsys.data.batch import Batch
 from recsys.data.epoch import Epoch
 from recsys.data.reader import Prefetcher, Reader
@@ -120,6 +120,7 @@ def _train(job: Job, data: Data, folder: RunFolder, learnt: Survey, place: Place
         facts = environment(job.ranks, torch.get_num_threads())
         facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
         facts["optimizers"] = job.describe_optimizers()
+        facts["communication"] = job.describe_communication()
         folder.write_json("environment.json", facts)
         folder.write_json("plan.json", job.describe_plan())
         _describe_start(job, data, folder, learnt)
@@ -157,6 +158,8 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
         log.info("%s", line)
     for sentence in optim.sentences(job.describe_optimizers()):
         log.info("%s", sentence)
+    if sent := communication.sentence(job.recipe, job.ranks.world_size):
+        log.info("%s", sent)
     for note in learnt.notes:
         log.info("%s", note)
     for split, found in data.sets.items():
