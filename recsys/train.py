@@ -154,6 +154,9 @@ def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> 
         torch.get_num_threads(),
         rows,
     )
+    overlaps = "yes" if pipelined(job) else "no"
+    pipeline = job.recipe.train.pipeline
+    log.info("Ids of the next batch exchanged during a step: %s (train.pipeline=%s)", overlaps, pipeline)
     for line in job.plan.summary():
         log.info("%s", line)
     for sentence in optim.sentences(job.describe_optimizers()):

@@ -64,6 +64,8 @@ def test_evaluation_between_epochs_does_not_change_training(run):
 
 def test_the_overlapped_pipeline_trains_the_same_as_the_plain_one(run):
     plain, overlapped = run("a", "train.pipeline=plain"), run("b", "train.pipeline=sparse_dist")
+    assert "during a step: no (train.pipeline=plain)" in (plain.run / "log.txt").read_text()
+    assert "during a step: yes (train.pipeline=sparse_dist)" in (overlapped.run / "log.txt").read_text()
     assert losses(overlapped) == pytest.approx(losses(plain), abs=1e-6)
     assert overlapped.metrics["test"]["auc"] == pytest.approx(plain.metrics["test"]["auc"], abs=1e-6)
 
