@@ -9,6 +9,8 @@ PYTHON ?= python3
 # An environment that was set up for GPUs stays one.
 DEVICE ?= $(if $(wildcard .venv/.ready-gpu),gpu,cpu)
 PYTEST_ARGS ?=
+# Processes that tests are spread over, file by file; tests with real ranks start two more each.
+WORKERS ?= 2
 
 ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error DEVICE is '$(DEVICE)'; it may be cpu or gpu)
@@ -29,8 +31,8 @@ setup: $(READY)  ## install the pinned stack into .venv (DEVICE=cpu or gpu, PYTH
 demo: $(READY)  ## MovieLens-100K, DIN and DeepFM on two ranks, one table of results
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scripts.demo
 
-test: $(READY)  ## all tests that one machine can run (PYTEST_ARGS="-k din")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(READY)  ## all tests that one machine can run (PYTEST_ARGS="-k din", WORKERS=1)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff: rules and format
 	@$(BIN)/ruff check .

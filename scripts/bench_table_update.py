@@ -275,7 +275,7 @@ def _ours(ranks: Any, rows: int, dim: int, options: argparse.Namespace) -> tuple
             self.embeddings = Embeddings(recipe.inputs, attends=False, table_device="meta")
 
         def forward(self, pooled: Any, sequence: Any, weights: Any) -> Any:
-            vectors, _ = self.embeddings(pooled, sequence, weights)
+            vectors, *_ = self.embeddings(pooled, sequence, weights)
             return vectors["ids"]
 
     recipe = recipe_file.parse(

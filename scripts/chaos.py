@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(folder: pathlib.Path, rounds: int, seed: int) -> int:
     """All rounds, in a folder."""
-    rng, recipe = random.Random(seed), _prepare(folder)
+    rng, recipe = random.Random(seed), _prepare(folder, epochs=rounds + 4)
     whole, cut = folder / "whole", folder / "cut"
     assert _ended(_start(recipe, whole, asynchronous=False)) == 0, "the undisturbed run failed"
     for number in range(1, rounds + 1):
@@ -74,7 +74,7 @@ def run(folder: pathlib.Path, rounds: int, seed: int) -> int:
     return 1 if differences else 0
 
 
-def _prepare(folder: pathlib.Path) -> pathlib.Path:
+def _prepare(folder: pathlib.Path, epochs: int) -> pathlib.Path:
     from recsys.data.prepare import prepare
 
     data = folder / "data"
@@ -90,7 +90,7 @@ def _prepare(folder: pathlib.Path) -> pathlib.Path:
         "tables": {
             "default": {"dim": 8, "ids": "hot_cold", "hot": 40, "cold": 20, "sharding": "row_wise"},
         },
-        "train": {"epochs": 20, "device": "cpu", "log_every_steps": 5},
+        "train": {"epochs": epochs, "device": "cpu", "log_every_steps": 5},
         "checkpoint": {"every_steps": _SAVES_EVERY, "keep": 3},
     }
     path = folder / "recipe.yaml"

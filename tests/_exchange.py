@@ -57,7 +57,7 @@ def run(case: dict, ranks: Ranks) -> dict:
         for mode in ("evaluation", "training"):
             task.train(mode == "training")
             batch = batch_of(job, 0, case)
-            vectors, events = embeddings(batch.pooled, batch.sequence, batch.weights)
+            vectors, events, _ = embeddings(batch.pooled, batch.sequence, batch.weights)
             found["vectors"][mode] = vectors | {name: values for name, (values, _) in events.items()}
     counter, sums, gradients = Collectives(), {}, {}
     batches = [batch_of(job, step, case) for step in range(case.get("steps", 1))]

@@ -61,7 +61,7 @@ class Probe(nn.Module):
         self.embeddings = embeddings or Embeddings(inputs, attends=config.attends, table_device=table_device)
 
     def forward(self, batch: Batch) -> Tensor:
-        vectors, events = self.embeddings(batch.pooled, batch.sequence, batch.weights)
+        vectors, events, _ = self.embeddings(batch.pooled, batch.sequence, batch.weights)
         logits = self.bias.expand(len(batch))
         for place, vector in enumerate(vectors.values()):
             logits = logits + 0.2 * (place + 1) * (vector * self.scales[: vector.shape[1]]).sum(1)

@@ -21,7 +21,7 @@ SURFACE = {
         *("--nodes", "--devices-per-node", "--device", "--machine", "--memory", "--host-memory"),
         *("--memory-bandwidth", "--intra-bandwidth", "--inter-bandwidth", "--json", "--picture"),
     },
-    "train": {"--run", "--run-dir"},
+    "train": {"--run", "--run-dir", "--resume"},
     "evaluate": {"--data", "--json"},
     "vocab": {"--output", "--grow", "--json"},
     "predict": {"--data", "--output"},

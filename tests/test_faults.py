@@ -20,7 +20,7 @@ LIMIT_S = 120
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> pathlib.Path:
-    """A recipe of 16 epochs with 25 steps each on one rank."""
+    """A recipe of 8 epochs with 25 steps each on one rank."""
     folder = tmp_path_factory.mktemp("faults")
     prepare("synthetic", folder / "data", options={"rows": 2000, "users": 40, "items": 50, "seed": 5})
     splits = {split: str(folder / "data" / split) for split in ("train", "valid", "test")}
@@ -29,7 +29,7 @@ def recipe(tmp_path_factory) -> pathlib.Path:
         "data": {**splits, "batch_size_per_rank": 64, "shuffle_rows": 500},
         "features": [{"kind": "id", "columns": ["user_id", "item_id"]}],
         "tables": {"default": {"dim": 4, "rows": 200, "sharding": "row_wise"}},
-        "train": {"epochs": 16, "device": "cpu", "log_every_steps": 1},
+        "train": {"epochs": 8, "device": "cpu", "log_every_steps": 1},
         "checkpoint": {"every_steps": 10},
     }
     (folder / "recipe.yaml").write_text(json.dumps(text))

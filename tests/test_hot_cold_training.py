@@ -216,7 +216,8 @@ def run_job(config: dict, ranks: Ranks) -> dict:
         losses = [pipeline.progress(batches)[0].item() for _ in range(reader.num_steps)]
     weights.append(whole_weights(job))
     scores.append(scoring.score(job.task, data, data.reader("train")))
-    checkpoint.save(pathlib.Path(config["save"]), job.task, encoder, {"step": reader.num_steps})
+    state = checkpoint.state_of(job.task, encoder)
+    checkpoint.save(config["save"], state, encoder, {"step": reader.num_steps})
     if "load" in config:
         checkpoint.load(pathlib.Path(config["load"]), job.task, encoder)
         weights.append(whole_weights(job))

@@ -119,7 +119,7 @@ class PlainEmbeddings(nn.Module):
                 events[name] = (values, sequence[name].lengths())
             else:
                 vectors[name] = values
-        return vectors, events
+        return vectors, events, {}
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
