@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from recsys import checkpoint
+from recsys import checkpoint, refresh
 from recsys.distributed import process_group
+from recsys.embedding import table_of_parameter
 from recsys.errors import UserError
 from recsys.saving import Saver
 from recsys.storage import Place
@@ -154,3 +155,31 @@ def test_removal_does_not_take_the_last_state_that_can_be_restored(chain):
     assert {"step_00000002", "step_00000004"} <= {place.name for place in checkpoint.complete(folder)}
     place, _ = checkpoint.newest(folder)
     assert place is not None and place.name == "step_00000004"
+
+
+def test_changed_rows_are_exported_with_the_ids_that_own_them(alone, tmp_path):
+    """`exact`: all ids; `hot_cold`: the hot ones; hashed: none. Vectors as the model holds them then."""
+    trained = Trained(alone, recipe_text(city={"ids": "exact"}))
+    save_both(trained, tmp_path, deltas=1)
+    place = Place(tmp_path / "chain/step_00000004")
+    trained.read(place)
+    weights = {table_of_parameter(name): value for name, value in trained.job.task.state_dict().items()}
+    rows_of = checkpoint.read_about(place)["delta"]["rows"]
+    exported = {part["table"][0].as_py(): part.to_pylist() for part in refresh.tables(place, trained.job.recipe)}
+    assert {table: len(rows) for table, rows in exported.items()} == rows_of
+    owners = {
+        "city": lambda row: row - 3,
+        "item": lambda row: None,
+        "user": lambda row: 6 * (row - 3) if row < 103 else None,
+    }
+    for table, rows in exported.items():
+        (weight,) = (
+            [shard.tensor for shard in weights[table].local_shards()]
+            if hasattr(weights[table], "local_shards")
+            else [weights[table]]
+        )
+        for row in rows:
+            assert row["vector"] == weight[row["row"], :9].tolist()
+            assert row["id"] == owners[table](row["row"])
+    with pytest.raises(UserError, match="a full checkpoint, which does not say what has changed"):
+        refresh.tables(Place(tmp_path / "chain/step_00000002"), trained.job.recipe)
