@@ -56,6 +56,11 @@ class Saver:
         """Where the checkpoint of a step stands."""
         return self.folder / checkpoint.step_name(step)
 
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Take the memory for copies before training starts: to get it takes several times as long as to copy."""
+        if self._asynchronous:
+            self._copied(state)
+
     def save(
         self,
         step: int,

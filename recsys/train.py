@@ -203,6 +203,7 @@ class _Training:
         warmup_steps = self.job.recipe.optimizer.schedule.warmup_steps
         if self.folder.writes and warmup_steps >= total_steps:
             log.warning("optimizer.schedule: %d warm-up steps, but the run has %d", warmup_steps, total_steps)
+        self.saver.prepare(self._state())
         self.reporter = Reporter(self.folder, total_steps)
         with contextlib.closing(self.reporter):
             for epoch in epochs:
@@ -276,9 +277,11 @@ class _Training:
         """Checkpoint the run as it stands; by changes since the last one, where it need not be full."""
         progress, job = self.progress, self.job
         progress.elapsed_s = time.perf_counter() - self.start_s
-        state = checkpoint.state_of(job.task, job.encoder, resumption.slots(job, self.optimizer))
         needed = {progress.best["step"]} if progress.best else set()
-        self.saver.save(progress.step, state, resumption.about(job, self.reader, progress), needed, full=full)
+        self.saver.save(progress.step, self._state(), resumption.about(job, self.reader, progress), needed, full=full)
+
+    def _state(self) -> checkpoint.State:
+        return checkpoint.state_of(self.job.task, self.job.encoder, resumption.slots(self.job, self.optimizer))
 
     def _interrupt(self) -> None:
         self.saver.wait()

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N tests/_delta_ranks.py CONFIG.json
 
-CONFIG has the keywords of `save_both`.
+CONFIG has `recipes`, `folder`, and `overrides` that give the recipe `columns` another plan, which reads it here.
 """
 
 import json
@@ -131,6 +131,10 @@ def run(config: dict) -> None:
     with process_group("cpu") as ranks:
         for name, text in config["recipes"].items():
             save_both(Trained(ranks, text), pathlib.Path(config["folder"]) / name)
+        other = Trained(ranks, config["recipes"]["columns"], config["overrides"])
+        folder = pathlib.Path(config["folder"]) / "columns"
+        found, expected = (other.read(folder / kind / "step_00000008") for kind in ("chain", "whole"))
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), "another plan reads the same"
 
 
 if __name__ == "__main__":

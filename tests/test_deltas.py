@@ -15,6 +15,7 @@ from recsys.embedding import table_of_parameter
 from recsys.errors import UserError
 from recsys.saving import Saver
 from recsys.storage import Place
+from scripts import bench_checkpoint
 from tests._delta_ranks import Trained, recipe_text, save_both
 
 WORKER = pathlib.Path(__file__).parent / "_delta_ranks.py"
@@ -52,7 +53,7 @@ def test_deltas_in_order_restore_what_a_full_checkpoint_holds(alone, tmp_path, m
 
 
 @pytest.mark.dist
-def test_deltas_of_two_ranks_are_read_by_one_under_another_plan(tmp_path):
+def test_deltas_of_two_ranks_are_read_by_them_and_by_one_under_other_plans(tmp_path):
     """Row-wise, column-wise and replicated tables, and each rank with rows of its own in every step."""
     adagrad = {"optimizer": {"name": "adagrad"}}
     rows, columns = {"sharding": "row_wise"}, {"sharding": "column_wise", **adagrad}
@@ -61,7 +62,8 @@ def test_deltas_of_two_ranks_are_read_by_one_under_another_plan(tmp_path):
         "columns": recipe_text("din", user=columns, item={**rows, **adagrad}, shop=columns, city=adagrad),
     }
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"recipes": texts, "folder": str(tmp_path)}))
+    overrides = ["tables.item.sharding=column_wise", "tables.user.sharding=row_wise"]
+    file.write_text(json.dumps({"recipes": texts, "folder": str(tmp_path), "overrides": overrides}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(WORKER), str(file)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -75,11 +77,10 @@ def test_deltas_of_two_ranks_are_read_by_one_under_another_plan(tmp_path):
 
 def test_a_delta_holds_the_touched_rows_alone(alone, tmp_path):
     trained = Trained(alone, recipe_text())
-    save_both(trained, tmp_path, deltas=1)
-    delta = checkpoint.read_about(tmp_path / "chain/step_00000004")["delta"]
-    trained.steps = 2
+    save_both(trained, tmp_path, deltas=2)
+    delta = checkpoint.read_about(tmp_path / "chain/step_00000006")["delta"]
     expected = {}
-    for trained.steps in (2, 3):
+    for trained.steps in (4, 5):
         batch = trained.batch()
         for name in batch.pooled.keys():
             table = "item" if name == "seen" else name
@@ -128,6 +129,11 @@ def test_a_damaged_link_is_refused(chain):
 def test_a_link_that_was_written_anew_is_refused(chain):
     """A run that went on from before a damaged delta writes others by the same names."""
     trained, folder = chain
+    marker = folder / "step_00000006" / "complete.json"
+    about = json.loads(marker.read_text())
+    marker.write_text(json.dumps({**about, "mark": "another"}))
+    with pytest.raises(UserError, match="not the one that the next one was made after"):
+        checkpoint.chain(folder / "step_00000008")
     saver = Saver(Place(folder), trained.encoder, keep=99, asynchronous=False)
     saver.save(6, trained.state(), {"step": 6}, set())
     with pytest.raises(UserError, match="not the one that the next one was made after"):
@@ -183,3 +189,15 @@ def test_changed_rows_are_exported_with_the_ids_that_own_them(alone, tmp_path):
             assert row["id"] == owners[table](row["row"])
     with pytest.raises(UserError, match="a full checkpoint, which does not say what has changed"):
         refresh.tables(Place(tmp_path / "chain/step_00000002"), trained.job.recipe)
+
+
+def test_the_benchmark_measures_both_kinds_and_removes_its_files(tmp_path):
+    (tmp_path / "meanwhile").mkdir()
+    output = tmp_path / "found" / "x.json"
+    small = ["--gigabytes", "0.002", "--rounds", "2", "--folder", str(tmp_path / "meanwhile")]
+    bench_checkpoint.main([*small, "--output", str(output)])
+    found = json.loads(output.read_text())
+    assert len(found["sync_s"]) == len(found["async_s"]) == 2
+    assert found["full_bytes"] > found["rows"] * found["row_bytes"] > found["delta"]["bytes"] > 0
+    assert found["delta"]["touched_rows"] == found["rows"] // 100
+    assert list((tmp_path / "meanwhile").iterdir()) == []
