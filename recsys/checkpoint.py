@@ -7,20 +7,25 @@
     encoder/<buffer>                     scales of numbers, vocabularies
     optimizer/<parameter>/<slot>         `sum` of Adagrad, one per row if row-wise; `step`, `exp_avg`, ... of Adam
     rank/<r>/<name>                      random state, and statistics that ranks do not share
+
+An incremental one, a delta, holds of the tables the rows that were touched since the one before (`deltas.py`). It is
+the last link of a chain that begins with a full one; each link names the one before it and the mark it had.
 """
 
 import contextlib
 import json
 import os
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from recsys import deltas
 from recsys.distributed import agreed
 from recsys.encoder import Encoder
 from recsys.errors import UserError
@@ -49,6 +54,18 @@ def state_of(model: nn.Module, encoder: Encoder, slots: Mapping[str, Any] | None
         )
 
 
+class Link(NamedTuple):
+    """A checkpoint of a chain, and what its marker says."""
+
+    place: Place
+    about: dict[str, Any]
+
+
+def new_mark() -> str:
+    """What tells a checkpoint from another one that stood in its place."""
+    return uuid.uuid4().hex
+
+
 def save(folder: Folder, state: State, encoder: Encoder, about: Mapping[str, Any], group: Any = None) -> None:
     """Write a checkpoint from all ranks.
 
@@ -56,7 +73,7 @@ def save(folder: Folder, state: State, encoder: Encoder, about: Mapping[str, Any
         folder: Where to write; what stands there is replaced.
         state: From `state_of`, or a copy of it.
         encoder: Its versions are stored and compared when the checkpoint is read.
-        about: Plain data stored in the marker: step, epoch, metrics.
+        about: Plain data stored in the marker: step, epoch, metrics; of a delta also `delta` and `entries`.
         group: Ranks' group for messages; None: the group of all ranks, which nothing else may use meanwhile.
 
     Raises:
@@ -71,8 +88,8 @@ def save(folder: Folder, state: State, encoder: Encoder, about: Mapping[str, Any
         dcp.save(state, storage_writer=place.writer(), process_group=group)
     with agreed(f"checkpoint {place}", group), _writing():
         if dist.get_rank() == 0:
-            versions = encoder.versions
-            facts = {**about, "encoder": versions, "entries": _sizes(state), "files": place.sizes()}
+            facts = {"mark": new_mark(), "entries": sizes_of(state), **about}
+            facts |= {"encoder": encoder.versions, "files": place.sizes()}
             place.write_text(_MARKER, json.dumps(facts, indent=1) + "\n")
 
 
@@ -94,7 +111,8 @@ def load(
     """
     place = Place(folder)
     with agreed(f"checkpoint {place}"):
-        about = read_about(place)
+        links = chain(place)
+        about = links[-1].about
         if about["encoder"] != encoder.versions:
             raise UserError(
                 "It was trained on ids that were made in another way",
@@ -110,17 +128,32 @@ def load(
                 [f"{name}: {why}" for name, why in about["skipped"].items()],
                 fix="use the recipe that it was trained with, or load what fits with train.warm_start",
             )
-        _require_whole(place, about["files"])
-    wanted = {name: value for name, value in state.items() if name not in about["skipped"]}
-    with agreed(f"checkpoint {place}"), quiet():
-        try:
-            dcp.load(wanted, storage_reader=place.reader())
-        except CheckpointException as error:
-            raise UserError("It is damaged", received=" ".join(str(error).split())[:300], fix=_OTHER) from error
+    _read(links, {name: value for name, value in state.items() if name not in about["skipped"]})
     with quiet():
         model.load_state_dict({k.removeprefix("model/"): v for k, v in state.items() if k.startswith("model/")})
     encoder.load_state_dict({k.removeprefix("encoder/"): v for k, v in state.items() if k.startswith("encoder/")})
     return about
+
+
+def _read(links: list[Link], wanted: State) -> None:
+    """Read entries, in place: the rows of tables link after link, all else from the last one."""
+    by_row = set(links[-1].about["delta"]["by_row"]) if len(links) > 1 else set()
+    rows = {name: value for name, value in wanted.items() if name in by_row}
+    if rows:
+        _read_from(links[0].place, rows)
+        for place, about in links[1:]:
+            changes = deltas.Changes(rows, about["delta"])
+            _read_from(place, changes.buffers)
+            changes.apply()
+    _read_from(links[-1].place, {name: value for name, value in wanted.items() if name not in by_row})
+
+
+def _read_from(place: Place, state: State) -> None:
+    with agreed(f"checkpoint {place}"), quiet():
+        try:
+            dcp.load(state, storage_reader=place.reader())
+        except CheckpointException as error:
+            raise UserError("It is damaged", received=" ".join(str(error).split())[:300], fix=_OTHER) from error
 
 
 def read_about(folder: Folder) -> dict[str, Any]:
@@ -133,6 +166,44 @@ def read_about(folder: Folder) -> dict[str, Any]:
     if not isinstance(about, dict) or not about.keys() >= _KEYS:
         raise UserError(f"{str(place / _MARKER)!r} is not what was saved", received=f"{str(about)[:80]}", fix=_OTHER)
     return about
+
+
+def chain(folder: Folder) -> list[Link]:
+    """What a checkpoint is restored from, in order: a full one, and the deltas up to this one; or itself alone.
+
+    Raises:
+        UserError: It is not whole, or a link before it is missing, damaged, or not the one that it was made after.
+    """
+    last = place = Place(folder)
+    links: list[Link] = []
+    while True:
+        try:
+            about = read_about(place)
+            _require_whole(place, about["files"])
+            if links:
+                _require_next(about, links[-1].about["delta"])
+        except UserError as error:
+            if not links:
+                raise
+            raise UserError(
+                f"{str(last)!r} holds changes only, and {place.name!r}, which it builds on, cannot be used",
+                received=" ".join(str(error).split()),
+                fix=_OTHER,
+            ) from error
+        links.append(Link(place, about))
+        if "delta" not in about:
+            return links[::-1]
+        place = place.beside(about["delta"]["after"])
+
+
+def _require_next(about: Mapping[str, Any], following: Mapping[str, Any]) -> None:
+    number = about["delta"]["number"] if "delta" in about else 0
+    if (about.get("mark"), number) != (following["mark_of_after"], following["number"] - 1):
+        raise UserError(
+            "It is not the one that the next one was made after",
+            received=f"number {number}, mark {about.get('mark')}",
+            allowed=f"number {following['number'] - 1}, mark {following['mark_of_after']}",
+        )
 
 
 def step_name(step: int) -> str:
@@ -150,7 +221,7 @@ def newest(folder: Folder) -> tuple[Place | None, list[str]]:
     reports: list[str] = []
     for place in reversed([p for p in Place(folder).folders() if p.name.startswith("step_")]):
         try:
-            _require_whole(place, read_about(place)["files"])
+            chain(place)
         except UserError as error:
             reports.append(f"Skipped {place}: {' '.join(str(error).split())}")
         else:
@@ -159,13 +230,19 @@ def newest(folder: Folder) -> tuple[Place | None, list[str]]:
 
 
 def prune(folder: Folder, keep: int, needed: set[str]) -> None:
-    """Remove old checkpoints, one rank doing so: all but the newest `keep` complete ones and those of `needed` names.
+    """Remove old checkpoints, one rank doing so.
 
-    The marker goes first, so that what is left of an interrupted removal is no checkpoint. Incomplete ones are left
-    alone while they may be in the making: those newer than the newest complete one.
+    The newest `keep` that can be restored stay, those of `needed` names, and all that these build on. Of others the
+    marker goes first, so that what is left of an interrupted removal is no checkpoint. Incomplete ones are left alone
+    while they may be in the making: those newer than the newest complete one.
     """
     whole = complete(folder)
-    kept = {place.name for place in whole[-keep:]} | needed
+    kept, restorable = set(needed), 0
+    for place in reversed(whole):
+        if restorable < keep or place.name in needed:
+            with contextlib.suppress(UserError):
+                kept |= {link.place.name for link in chain(place)}
+                restorable += 1
     last = whole[-1].name if whole else ""
     for place in Place(folder).folders():
         if place.name.startswith("step_") and place.name not in kept and place.name < last:
@@ -187,7 +264,7 @@ def _require_whole(place: Place, files: Mapping[str, int]) -> None:
 
 def _differences(state: State, found: Mapping[str, list[int]], with_slots: bool) -> dict[str, str]:
     """Entries that the model or the checkpoint alone has, or whose shapes differ, and how; those of ranks left out."""
-    expected = _sizes(state)
+    expected = sizes_of(state)
     prefixes = ("model/", "encoder/", "optimizer/") if with_slots else ("model/", "encoder/")
     names = {name for name in (*expected, *found) if name.startswith(prefixes)}
     return {
@@ -197,7 +274,7 @@ def _differences(state: State, found: Mapping[str, list[int]], with_slots: bool)
     }
 
 
-def _sizes(state: State) -> dict[str, list[int]]:
+def sizes_of(state: State) -> dict[str, list[int]]:
     """Full logical shape of each entry."""
     with quiet():
         return {name: list(value.size()) for name, value in sorted(state.items())}

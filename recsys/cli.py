@@ -194,6 +194,21 @@ def predict(
 
 
 @app.command()
+def changes(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    output: Annotated[str, typer.Option(help="Parquet file to write: table, row, id, vector.")],
+    step: Annotated[
+        int | None, typer.Option(help="Step of an incremental checkpoint; default: the newest one.")
+    ] = None,
+) -> None:
+    """Write the rows that an incremental checkpoint has changed, for a serving store."""
+    _require_stack()
+    from recsys.refresh import write
+
+    print(f"{write(run, output, step=step):,} rows written to {output}")
+
+
+@app.command()
 def doctor() -> None:
     """Installed and supported versions, devices, threads; exit code 1 when something does not fit."""
     from recsys.doctor import report

@@ -111,8 +111,11 @@ class CheckpointSettings(Settings):
 
     every_steps: Count | None = None
     """Steps between two checkpoints inside an epoch; None: none inside."""
+    delta_steps: Count | None = None
+    """Steps between two incremental checkpoints, which hold of the tables the rows touched since the one before; None:
+    none. Where both fall on one step, it is a full one."""
     keep: Count = 2
-    """Newest checkpoints that stay; that of the best epoch stays too."""
+    """Newest checkpoints that stay, with those they build on; that of the best epoch stays too."""
     asynchronous: bool = False
     """Training goes on while a copy of the moment's values is written; each rank needs memory for that copy."""
     folder: Text | None = None

@@ -42,6 +42,10 @@ class Place:
     def __truediv__(self, name: str) -> "Place":
         return Place(f"{self.url.rstrip('/')}/{name}")
 
+    def beside(self, name: str) -> "Place":
+        """Another folder in the same one."""
+        return Place(self.url.rstrip("/").removesuffix(self.name) + name)
+
     @property
     def name(self) -> str:
         """The last part of the address."""

@@ -19,6 +19,7 @@ from recsys import checkpoint, communication, metrics, optim, report, resumption
 from recsys.data.batch import Batch
 from recsys.data.epoch import Epoch
 from recsys.data.reader import Prefetcher, Reader
+from recsys.deltas import TouchedRows
 from recsys.distributed import agreed, broadcast, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
@@ -192,9 +193,17 @@ class _Training:
         self.optimizer, self.progress, self.interruption = optimizer, progress, interruption
         self.batches = batches  # the batches of all epochs, one epoch after another
         self.settings, self.device = job.recipe.train, job.ranks.device
-        saving = job.recipe.checkpoint
+        self.saving = saving = job.recipe.checkpoint
+        touched = None
+        if saving.delta_steps:
+            touched = TouchedRows(job.embeddings, job.recipe, self.device)
+            touched.watch(job.task)
         self.saver = Saver(
-            folder.checkpoints(job.recipe), job.encoder, keep=saving.keep, asynchronous=saving.asynchronous
+            folder.checkpoints(job.recipe),
+            job.encoder,
+            keep=saving.keep,
+            asynchronous=saving.asynchronous,
+            touched=touched,
         )
         self.start_s = time.perf_counter() - progress.elapsed_s
 
@@ -205,6 +214,7 @@ class _Training:
         warmup_steps = self.job.recipe.optimizer.schedule.warmup_steps
         if self.folder.writes and warmup_steps >= total_steps:
             log.warning("optimizer.schedule: %d warm-up steps, but the run has %d", warmup_steps, total_steps)
+        self.saver.prepare(self._state())
         self.reporter = Reporter(self.folder, total_steps)
         with contextlib.closing(self.reporter):
             for epoch in epochs:
@@ -230,7 +240,8 @@ class _Training:
                 rows += sum(epoch.rows_by_rank(index))
                 self.reporter.stepped(epoch.number, progress.step, rows / (time.perf_counter() - start_s))
                 is_last = index == epoch.num_steps - 1
-                saves = bool(self.saves_every and progress.step % self.saves_every == 0) and not is_last
+                full = self._is_due(self.saving.every_steps)
+                saves = (full or self._is_due(self.saving.delta_steps)) and not is_last
                 ends = self.interruption.ends(progress.step) and not is_last
                 if progress.step % self.settings.log_every_steps == 0 or is_last or saves or ends:
                     mean = self._mean(losses)
@@ -239,7 +250,7 @@ class _Training:
                     self.reporter.lost(progress.step, mean, self.optimizer.learning_rates())
                 if saves or ends:
                     progress.position = epoch.position(index + 1)
-                    self._save()
+                    self._save(full=full)
                 if ends:
                     self._interrupt()
         elapsed_s = time.perf_counter() - start_s
@@ -271,18 +282,18 @@ class _Training:
         if not progress.ended and progress.epoch <= self.settings.epochs and self.interruption.ends(progress.step):
             self._interrupt()
 
-    @property
-    def saves_every(self) -> int | None:
-        """Steps between two checkpoints inside an epoch."""
-        return self.job.recipe.checkpoint.every_steps
+    def _is_due(self, every_steps: int | None) -> bool:
+        return every_steps is not None and self.progress.step % every_steps == 0
 
-    def _save(self) -> None:
-        """Checkpoint the run as it stands."""
+    def _save(self, *, full: bool = True) -> None:
+        """Checkpoint the run as it stands; by changes since the last one, where it need not be full."""
         progress, job = self.progress, self.job
         progress.elapsed_s = time.perf_counter() - self.start_s
-        state = checkpoint.state_of(job.task, job.encoder, resumption.slots(job, self.optimizer))
         needed = {progress.best["step"]} if progress.best else set()
-        self.saver.save(progress.step, state, resumption.about(job, self.reader, progress), needed)
+        self.saver.save(progress.step, self._state(), resumption.about(job, self.reader, progress), needed, full=full)
+
+    def _state(self) -> checkpoint.State:
+        return checkpoint.state_of(self.job.task, self.job.encoder, resumption.slots(self.job, self.optimizer))
 
     def _interrupt(self) -> None:
         self.saver.wait()

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from recsys import recipe_file
+from recsys import checkpoint, recipe_file, refresh
 from recsys.data.prepare import prepare
 from recsys.errors import UserError
 from recsys.train import train
@@ -121,6 +122,22 @@ def test_a_stopped_run_ends_as_one_that_was_not(recipe, whole, tmp_path, model, 
     assert scores(whole(model)) == scores(tmp_path / "cut")
     curves = [(run / "train_loss.jsonl").read_text().splitlines() for run in (whole(model), tmp_path / "cut")]
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("pipeline", ["plain", "sparse_dist"])
+def test_a_run_that_goes_on_from_a_delta_ends_as_one_that_was_not_stopped(recipe, whole, tmp_path, pipeline):
+    """Full checkpoints every 10 steps, deltas every 4 and when stopped; also where ids are fetched steps ahead."""
+    overrides = ["checkpoint.every_steps=10", "checkpoint.delta_steps=4", f"train.pipeline={pipeline}"]
+    settings = {"recipe": recipe(), "overrides": overrides, "run": str(tmp_path / "cut")}
+    assert not train_part({**settings, "stop_after": 17})
+    found = {place.name[-2:]: place for place in checkpoint.complete(tmp_path / "cut" / "checkpoints")}
+    numbers = {name: checkpoint.read_about(place).get("delta", {}).get("number") for name, place in found.items()}
+    assert numbers == {"04": None, "08": 1, "10": None, "12": 1, "16": 2, "17": 3}
+    changed = tmp_path / "changed.parquet"
+    assert refresh.write(str(tmp_path / "cut"), str(changed)) == pq.read_metadata(changed).num_rows > 0
+    assert not train_part({**settings, "resume": "auto", "stop_after": 23})
+    train_part({**settings, "resume": "auto"})
+    assert_same(entries(whole("deepfm"), 50), entries(tmp_path / "cut", 50))
 
 
 @pytest.mark.dist
