@@ -25,6 +25,7 @@ SURFACE = {
     "evaluate": {"--data", "--json"},
     "vocab": {"--output", "--grow", "--json"},
     "predict": {"--data", "--output"},
+    "changes": {"--output", "--step"},
     "doctor": set(),
 }
 

@@ -62,7 +62,8 @@ def test_evaluation_between_epochs_does_not_change_training(run):
     assert losses(run("a")) == losses(run("b", "data.valid=null"))
 
 
-def test_the_overlapped_pipeline_trains_the_same_as_the_plain_one(run):
+def test_the_overlapped_pipeline_trains_the_same_as_the_plain_one(run, caplog):
+    caplog.set_level("INFO", logger="recsys")
     plain, overlapped = run("a", "train.pipeline=plain"), run("b", "train.pipeline=sparse_dist")
     assert "during a step: no (train.pipeline=plain)" in (plain.run / "log.txt").read_text()
     assert "during a step: yes (train.pipeline=sparse_dist)" in (overlapped.run / "log.txt").read_text()
