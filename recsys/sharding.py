@@ -27,6 +27,8 @@ from recsys.plan import Plan, TablePlan
 from recsys.planner import Planner, sharders, torchrec_kind
 from recsys.recipe import Recipe
 
+_ROWS_AT_ONCE = 65_536
+
 
 def cluster_of_ranks(ranks: Ranks, memory: str | None = None) -> Cluster:
     """The cluster as it is seen from this rank; `memory` is that of `train.memory_per_rank`."""
@@ -166,5 +168,7 @@ def initialize_tables(model: DistributedModelParallel, embeddings: Embeddings, s
         for shard in value.local_shards() if sharded else [value]:
             row, column = shard.metadata.shard_offsets if sharded else (0, 0)
             target = shard.tensor if sharded else shard
-            rows = initial_rows(tables[name], seed, row, row + target.shape[0], width)
-            target.copy_(rows[:, column : column + target.shape[1]])
+            for start in range(0, target.shape[0], _ROWS_AT_ONCE):  # a second table would not fit beside a large one
+                part = target[start : start + _ROWS_AT_ONCE]
+                rows = initial_rows(tables[name], seed, row + start, row + start + part.shape[0], width)
+                part.copy_(rows[:, column : column + part.shape[1]])
