@@ -253,16 +253,6 @@ class TopK:
 
         return dist.all_gather_into_tensor(received, message, async_op=True).get_future().then(finish)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's residuals. They add up over ranks: other ranks may take any split of their sum."""
-        return dict(self.residuals)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from residuals of the same parameters."""
-        assert state.keys() == self.residuals.keys(), "residuals belong to the parameters of one model"
-        for name, residual in self.residuals.items():
-            residual.copy_(state[name])
-
 
 def describe(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """What is sent how, as plain data; `None` values where one rank has nobody to send to."""

@@ -1,6 +1,7 @@
 """SIGTERM, as schedulers send it before they take a machine away: all ranks stop after the same step."""
 
 import signal
+import threading
 import types
 from typing import Any
 
@@ -18,7 +19,7 @@ class InterruptedRunError(Exception):
 
 
 class Interruption:
-    """Listens to SIGTERM inside its context.
+    """Listens to SIGTERM inside its context; in the main thread, the only one that Python lets do so.
 
     Ranks may hear of it at different moments. The first that does names a step, two after its own, in the store that
     all ranks read at the end of every step: no rank is further ahead than one step, since a step ends with an exchange
@@ -32,11 +33,13 @@ class Interruption:
         self._previous: Any = None
 
     def __enter__(self) -> "Interruption":
-        self._previous = signal.signal(signal.SIGTERM, self._hear)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._hear)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._previous)
 
     def _hear(self, number: int, frame: types.FrameType | None) -> None:
         self._asked = True

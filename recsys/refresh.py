@@ -68,6 +68,7 @@ def tables(place: Place, recipe: Recipe) -> list[pa.Table]:
             "It is a full checkpoint, which does not say what has changed",
             received=str(place),
             allowed="an incremental one, as checkpoint.delta_steps makes them",
+            fix="name one with --step, or train with checkpoint.delta_steps",
         )
     delta, entries = about["delta"], about["entries"]
     weights = {table: name for name in delta["by_row"] if (table := _weights_of(name)) in delta["rows"]}
@@ -86,7 +87,8 @@ def tables(place: Place, recipe: Recipe) -> list[pa.Table]:
         with checkpoint.quiet():
             dcp.load(state, storage_reader=place.reader(), no_dist=True)
     except CheckpointException as error:
-        raise UserError(f"{place} is damaged", received=" ".join(str(error).split())[:300]) from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{place} is damaged", received=reason, fix="choose another step with --step") from error
     found = []
     for table, entry in sorted(weights.items()):
         rows = state[f"rows/{table}"]

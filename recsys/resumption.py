@@ -200,6 +200,7 @@ def named(address: str) -> Place:
         "There is no complete checkpoint",
         received=address,
         allowed="a checkpoint, a run folder with one, or a folder of checkpoints",
+        fix="correct the address; --resume auto begins anew where there is none",
     )
 
 

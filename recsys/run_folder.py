@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -25,6 +26,9 @@ from recsys.recipe_file import load as load_recipe
 from recsys.storage import Place
 
 log = logging.getLogger("recsys")
+
+CURVES = ("train_loss.jsonl", "metrics.jsonl")
+"""Files that grow line by line, each with the step it belongs to."""
 
 _VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "numpy", "jieba", "pypinyin")
 
@@ -119,6 +123,13 @@ class RunFolder:
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(value) + "\n")
 
+    def forget_after(self, step: int) -> None:
+        """Leave out of the curves what was recorded after a step: a run that goes on from it records that anew."""
+        for name in CURVES if self.writes else ():
+            if (path := self.path / name).exists():
+                lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
         """Copy the log into `log.txt` for as long as the context lasts."""
@@ -133,6 +144,14 @@ class RunFolder:
         finally:
             log.removeHandler(handler)
             handler.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a recorded line; that of half a line, as a killed process leaves it, is beyond all others."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
 
 
 def _best(checkpoints: Place) -> Place | None:

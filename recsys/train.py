@@ -108,6 +108,7 @@ def _train(job: Job, data: Data, folder: RunFolder, learnt: Survey, place: Place
     progress = Progress() if place is None else resumption.restore(place, job, optimizer, reader)
     if place is not None and progress.best and place.url != (folder.checkpoints(job.recipe) / place.name).url:
         progress.best, progress.best_valid = {}, None  # its checkpoint belongs to another run
+    folder.forget_after(progress.step)
     epochs = range(progress.epoch, 0 if progress.ended else job.recipe.train.epochs + 1)
     if not epochs and not progress.best:
         raise UserError(

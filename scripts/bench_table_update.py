@@ -14,11 +14,8 @@ Takes about 7 minutes and 12 GB on two quiet cores. Prints a table and writes be
 """
 
 import argparse
-import datetime
 import functools
-import json
 import pathlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +35,7 @@ from scripts.contest import (
     serve,
     stage,
     timed,
+    write_results,
 )
 
 OURS, RAW = "ours", "raw kernel"
@@ -59,17 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     start_s = time.perf_counter()
     sizes = [_measure(rows, options) for rows in options.rows]
-    import torch
-
-    from recsys.distributed import Ranks
-    from recsys.run_folder import environment
-
-    facts = environment(Ranks(0, 1, 1, torch.device("cpu")), options.threads)
-    facts.pop("command"), facts.pop("started")
-    results = {
-        "command": shlex.join(["python", "-m", "scripts.bench_table_update", *(arguments or sys.argv[1:])]),
-        "date": datetime.date.today().isoformat(),
-        "environment": facts,
+    found = {
         "dim": options.dim,
         "batch_rows": options.batch,
         "ids_per_bag": options.bag,
@@ -77,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "bars": [bar.as_json() for bar in bars(sizes)],
         "took_s": round(time.perf_counter() - start_s),
     }
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    _print(results)
+    _print(write_results(options.output, "bench_table_update", arguments, options.threads, found))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

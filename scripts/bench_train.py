@@ -13,11 +13,9 @@ Takes about 10 minutes and 14 GB on two quiet cores. Prints tables and writes be
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.bench_train_data import BATCH_ROWS, DIM, write
-from scripts.contest import ROOT, Bar, Contestant, available_bytes, in_turns, median, stage
+from scripts.contest import ROOT, Bar, Contestant, available_bytes, in_turns, median, stage, write_results
 
 PEERS = ("deepctr-torch", "torch-rechub", "FuxiCTR")
 OURS, BF16, RANKS = "ours", "ours, bf16", "ours, one rank per core"
@@ -53,18 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.large_tables:
             settings[LARGE] = _large(folder / "deepfm", folder / "large", options)
         settings[DIN] = _together(folder / "din", options)
-    results = {
-        "command": shlex.join(["python", "-m", "scripts.bench_train", *(arguments or sys.argv[1:])]),
-        "date": datetime.date.today().isoformat(),
-        "environment": _environment(options.threads),
+    found = {
         "peers": _peer_versions(options.peers),
         "settings": settings,
         "bars": [bar.as_json() for bar in bars(settings)],
         "took_s": round(time.perf_counter() - start_s),
     }
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    _print(results)
+    _print(write_results(options.output, "bench_train", arguments, options.threads, found))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -234,16 +227,6 @@ def bars(settings: dict[str, Any]) -> list[Bar]:
 
 
 # Facts and tables.
-
-
-def _environment(threads: int) -> dict[str, Any]:
-    import torch
-
-    from recsys.distributed import Ranks
-    from recsys.run_folder import environment
-
-    facts = environment(Ranks(0, 1, 1, torch.device("cpu")), threads)
-    return {name: value for name, value in facts.items() if name not in ("command", "started")}
 
 
 def _peer_versions(folder: pathlib.Path) -> dict[str, str] | str:

@@ -7,9 +7,11 @@ A contestant may be a program of another environment: this file needs nothing bu
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -178,6 +180,35 @@ class Bar:
             )
         limits = {k: v for k, v in (("at_least", self.at_least), ("at_most", self.at_most)) if v is not None}
         return {"what": self.what, "value": self.value, **limits, "met": met}
+
+
+def write_results(
+    output: pathlib.Path, script: str, arguments: Sequence[str] | None, threads: int, results: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write what a benchmark has found, with command, date and machine in front; returns all of it.
+
+    Args:
+        output: JSON file.
+        script: The benchmark's name.
+        arguments: Of its command line; None: those of this process.
+        threads: Of each contestant.
+        results: What it has found.
+    """
+    import torch
+
+    from recsys.distributed import Ranks
+    from recsys.run_folder import environment
+
+    facts = environment(Ranks(0, 1, 1, torch.device("cpu")), threads)
+    written = {
+        "command": shlex.join(["python", "-m", f"scripts.{script}", *(arguments or sys.argv[1:])]),
+        "date": datetime.date.today().isoformat(),
+        "environment": {name: value for name, value in facts.items() if name not in ("command", "started")},
+        **results,
+    }
+    output.parent.mkdir(exist_ok=True)
+    output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return written
 
 
 def resident_bytes() -> int:

@@ -83,7 +83,7 @@ def run(case: dict, ranks: Ranks) -> dict:
         "after": whole_weights(job),
         "sums": sums,
         "sent": sum(int((gradient != 0).sum()) for gradient in gradients.values()),
-        "unsent": job.unsent.state_dict() if job.unsent else {},
+        "unsent": dict(job.unsent.residuals) if job.unsent else {},
         "messages": [(m.phase, m.collective, m.dtype, m.num_bytes, m.sent_bytes) for m in counter.messages],
     }
 

@@ -22,6 +22,15 @@ from recsys.job import Job, assemble
 from recsys.schema import Layout
 from recsys.stack import require_stack
 
+FEATURES = [
+    {"kind": "id", "columns": ["user", "city", "type"]},
+    {"kind": "id", "columns": ["item"]},
+    {"kind": "id", "columns": ["category"]},
+    {"kind": "history", "of": {"seen_items": "item", "seen_categories": "category"}},
+    {"kind": "number", "columns": ["age"]},
+]
+"""Fields that share a table with a history and such that do not, and a number."""
+
 
 def random_rows(layout: Layout, rows_of: dict[str, int], histories: list[str], num_rows: int, seed: int) -> dict:
     """Ids, histories (some empty), one dense column and labels of one global batch, as plain lists."""

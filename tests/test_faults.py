@@ -89,6 +89,8 @@ def test_killed_ranks_are_started_again_by_the_launcher_and_end_as_if_undisturbe
     assert killed.returncode == 0, output[-3000:]
     assert "Going on from" in (tmp_path / "killed" / "log.txt").read_text()
     assert _differences(tmp_path / "whole", tmp_path / "killed") == []
+    curves = [(tmp_path / name / "train_loss.jsonl").read_text() for name in ("whole", "killed")]
+    assert curves[0] == curves[1], "what was recorded after the checkpoint is recorded once"
 
 
 @pytest.mark.dist

@@ -24,18 +24,11 @@ from recsys.embedding import table_of_parameter
 from recsys.job import assemble
 from recsys.recipe import Recipe
 from recsys.train import Result, train
-from tests._train_batches import random_rows, slice_of, whole_weights
+from tests._train_batches import FEATURES, random_rows, slice_of, whole_weights
 
 HARD_LIMIT_S = 300
 STEPS, ROWS, CUT = 6, 32, 21  # two ranks take unequal shares of each global batch
 
-FEATURES = [
-    {"kind": "id", "columns": ["user", "city", "type"]},
-    {"kind": "id", "columns": ["item"]},
-    {"kind": "id", "columns": ["category"]},
-    {"kind": "history", "of": {"seen_items": "item", "seen_categories": "category"}},
-    {"kind": "number", "columns": ["age"]},
-]
 MIXED = {
     "city": {"rows": 7, "optimizer": {"name": "sgd", "learning_rate": 0.3}},
     "type": {"optimizer": {"name": "adagrad", "learning_rate_factor": 0.5, "eps": 1e-3}},

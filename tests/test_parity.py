@@ -10,18 +10,10 @@ import yaml
 from recsys import models, recipe_file
 from recsys.data.batch import Batch
 from recsys.embedding import table_of_parameter
-from tests._train_batches import random_rows, run
+from tests._train_batches import FEATURES, random_rows, run
 
 WORKER = pathlib.Path(__file__).parent / "_train_batches.py"
 HARD_LIMIT_S = 120
-
-FEATURES = [
-    {"kind": "id", "columns": ["user", "city", "type"]},
-    {"kind": "id", "columns": ["item"]},
-    {"kind": "id", "columns": ["category"]},
-    {"kind": "history", "of": {"seen_items": "item", "seen_categories": "category"}},
-    {"kind": "number", "columns": ["age"]},
-]
 
 
 def recipe(model: str, **sparse: object) -> str:
