@@ -231,7 +231,7 @@ def main() -> None:
         app()
     except UserError as error:
         if error.is_printed_here:
-            print(f"Error: {error}", file=sys.stderr)
+            sys.stderr.write(f"Error: {error}\n")  # in one piece, for ranks share the terminal
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -10,6 +10,8 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,9 +137,57 @@ def store() -> dist.Store:
     """Where launched ranks meet, once per process: it outlives the groups, of which there may be several in turn.
 
     It may outlive the ranks, too: a launcher that starts them again must not let them find what the last ones wrote.
+
+    Raises:
+        UserError: Some ranks have not come.
     """
-    found, _, _ = next(iter(dist.rendezvous("env://")))
-    return dist.PrefixStore(f"recsys/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    found, rank, world_size = next(iter(dist.rendezvous("env://")))
+    return dist.PrefixStore(f"recsys/{_attempt(dist.PrefixStore('recsys', found), rank, world_size)}", found)
+
+
+def _attempt(store: dist.Store, rank: int, world_size: int) -> str:
+    """A name that the processes of one start have in common, and no others.
+
+    Torchrun's count of restarts is no such name: each node has its own. So every process comes with a new name; rank 0
+    tells its own to each of them, until all have confirmed. What processes of a former start left is never confirmed.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"here/{rank}", own)
+        try:
+            attempt = store.get(f"attempt_of/{own}").decode()
+        except dist.DistError as error:
+            raise _absent("0", store) from error
+        store.set(f"{attempt}/confirmed/{rank}", "")
+        return attempt
+    absent, told, end_s = set(range(1, world_size)), set(), time.monotonic() + _timeout_s(store)
+    while absent:
+        for name in [store.get(f"here/{other}").decode() for other in absent if store.check([f"here/{other}"])]:
+            if name not in told:
+                store.set(f"attempt_of/{name}", own)
+                told.add(name)
+        absent = {other for other in absent if not store.check([f"{own}/confirmed/{other}"])}
+        if absent and time.monotonic() > end_s:
+            raise _absent(", ".join(map(str, sorted(absent))), store)
+        time.sleep(_POLL_S if absent else 0)
+    return own
+
+
+_POLL_S = 0.02
+
+
+def _timeout_s(store: dist.Store) -> float:
+    return store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stub lacks it
+
+
+def _absent(who: str, store: dist.Store) -> UserError:
+    error = UserError(
+        "Ranks have not come to the rendezvous",
+        received=f"nothing of {who} for {_timeout_s(store):g} s",
+        fix="look for the cause in their logs, and try `recsys doctor --network` on their hosts",
+    )
+    error.is_worth_retrying = True
+    return error
 
 
 def _launched(name: str, alone: int) -> int:

@@ -88,35 +88,34 @@ class Presence:
             return self._verdict(waited_s, before, broken)
 
     def _verdict(self, waited_s: float, before: dict[int, str], broken: bool) -> UserError | None:
-        """Who is missing, by what was heard before and after the grace; the living only where an exchange broke."""
-        causes, missing, first = [], [], True
+        """Who is missing, by what was heard before and after the grace; the living only where nobody else is."""
+        gone, behind = {}, {}
         after = self._beats()
         for rank in self._others:
             who, place = self._get(f"who/{rank}") or "unknown", after.get(rank, "0 the set-up").partition(" ")[2]
             if broken and (ended := self._get(f"ended/{rank}")):
-                causes.append(f"rank {rank} ({who}) ended at {ended}")
+                gone[rank] = f"rank {rank} ({who}) ended at {ended}"
+            elif self._get(f"waits/{rank}") is not None:
+                continue  # it misses somebody itself, and ends for that
             elif rank not in before or after[rank] == before[rank]:
                 if who.startswith(f"on {self._host},"):
                     _end_if_stopped(who.rpartition(" ")[2])
-                causes.append(
+                gone[rank] = (
                     f"rank {rank} ({who}) is dead or stopped, last heard of at {place} (it told every {_PERIOD_S:g} s)"
                 )
-            elif broken and self._get(f"waits/{rank}") is None:
-                causes.append(f"rank {rank} ({who}) is alive, but still at {place}")
-            else:
-                first = first and self._rank < rank
-                continue
-            missing.append(str(rank))
+            elif broken:
+                behind[rank] = f"rank {rank} ({who}) is alive, but still at {place}"
+        causes = gone or behind
         if not causes:
             return None
         error = UserError(
-            f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not take part in {self._place}",
-            received=f"{'; '.join(causes)}; rank {self._rank} waited for {waited_s:.0f} s",
+            f"Rank{'s' * (len(causes) > 1)} {', '.join(map(str, causes))} did not take part in {self._place}",
+            received=f"{'; '.join(causes.values())}; rank {self._rank} waited for {waited_s:.0f} s",
             allowed=f"up to {self._timeout_s:g} s (train.timeout_s)",
             fix="look for the cause there (memory, the host's log); raise train.timeout_s if that rank was only slow",
         )
-        error.is_printed_here, error.is_worth_retrying = first, True
-        if first and self.log is not None:
+        error.is_printed_here, error.is_worth_retrying = self._store.add("told", 1) == 1, True
+        if error.is_printed_here and self.log is not None:
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(f"Error: {error}\n")
         return error

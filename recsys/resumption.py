@@ -205,5 +205,5 @@ def named(address: str) -> Place:
 
 
 def restarted() -> bool:
-    """Whether a launcher has started this job before and does so again."""
+    """Whether a launcher on this host has started this job before and does so again; ask all hosts."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

@@ -20,7 +20,7 @@ from recsys.data.batch import Batch
 from recsys.data.epoch import Epoch
 from recsys.data.reader import Prefetcher, Reader
 from recsys.deltas import TouchedRows
-from recsys.distributed import agreed, broadcast, process_group
+from recsys.distributed import agreed, broadcast, gather, process_group
 from recsys.encoder import Encoder
 from recsys.errors import UserError
 from recsys.interruption import InterruptedRunError, Interruption
@@ -69,13 +69,13 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run", resume: 
         UserError: Recipe, data or machine do not fit; raised before the first step on all ranks.
         InterruptedRunError: SIGTERM came; the run is saved.
     """
-    if resume == "never" and resumption.restarted():
-        resume = "auto"
     settings = recipe.train
     with process_group(settings.device, threads=settings.threads_per_rank, timeout_s=settings.timeout_s) as ranks:
         encoder = Encoder(recipe)
         data = Data.open(recipe, encoder, ranks)
         learnt = survey(data)
+        if resume == "never" and any(gather(resumption.restarted())):
+            resume = "auto"
         folder = RunFolder.create(run, recipe, name, ranks, goes_on=resume != "never")
         if ranks.presence is not None:
             ranks.presence.log = folder.log

@@ -124,12 +124,15 @@ def _on_rank(arguments: argparse.Namespace) -> None:
     require_stack()
     logging.getLogger("recsys").setLevel(logging.ERROR)
     models: dict[str, Any] = {}
-    for model in arguments.models:
-        recipes = {name: recipe_of(model, name, arguments.overrides) for name in arguments.settings}
-        with process_group("cpu") as ranks:
-            facts = environment(ranks, torch.get_num_threads())
-            models[model] = measure(recipes, ranks, arguments.steps, arguments.rounds)
-        for name, recipe in recipes.items():
+    recipes = {
+        m: {name: recipe_of(m, name, arguments.overrides) for name in arguments.settings} for m in arguments.models
+    }
+    with process_group("cpu") as ranks:
+        facts = environment(ranks, torch.get_num_threads())
+        for model, settings in recipes.items():  # before the trainings, whose time does not matter
+            models[model] = measure(settings, ranks, arguments.steps, arguments.rounds)
+    for model, settings in recipes.items():
+        for name, recipe in settings.items():
             models[model][name]["test"] = _train(recipe, arguments.seeds, arguments.scratch)
     if os.environ["RANK"] == "0":
         names = ("git_commit", "python", "torch", "torchrec", "processor", "cores", "world_size", "threads_per_rank")

@@ -1,15 +1,26 @@
-"""Ranks that meet, part and meet again in one process, as a script that trains, evaluates and predicts does."""
+"""Ranks that meet, part and meet again: in one process, as a script that trains and predicts does, or started anew."""
 
+import concurrent.futures
+import datetime
+import re
 import subprocess
 import sys
 
+import pytest
+import torch.distributed as dist
+
+from recsys.distributed import _attempt
+from recsys.errors import UserError
+from recsys.presence import Presence, Terminated
+
 SCRIPT = """
+import os
 from recsys.distributed import gather, process_group
 
 for turn in range(4):
     with process_group("cpu") as ranks:
         assert gather(10 * turn + ranks.rank) == [10 * turn, 10 * turn + 1]
-print(f"rank {ranks.rank} is through")
+os.write(1, f"rank {ranks.rank} is through\\n".encode())  # at once, for both share a pipe
 """
 
 
@@ -20,3 +31,51 @@ def test_ranks_can_meet_several_times_in_one_process(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {line for line in done.stdout.splitlines() if line} == {"rank 0 is through", "rank 1 is through"}
+
+
+def started(store: dist.Store, ranks: list[int], world_size: int = 3) -> list[str]:
+    """What ranks that start at once take for the name of their attempt, by connections of their own."""
+    with concurrent.futures.ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda rank: _attempt(store.clone(), rank, world_size), ranks))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_ranks_that_start_together_and_no_others_share_a_name(order):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    attempts = []
+    for number in range(3):
+        if number == 2:
+            store.set("here/1", "of a process that was killed while it waited for the others")
+        attempts.append(started(store, order))
+    assert [len(set(names)) for names in attempts] == [1, 1, 1]
+    assert len({names[0] for names in attempts}) == 3
+
+
+def test_ranks_that_do_not_come_are_named():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=1))
+    with pytest.raises(UserError, match=r"nothing of 2 for 1 s"):
+        started(store, [0, 1])
+    with pytest.raises(UserError, match=r"nothing of 0 for 1 s"):
+        _attempt(store, 2, 3)
+
+
+def test_a_rank_that_ends_since_it_misses_another_is_not_blamed():
+    """It is gone, too, by the time that others look: only the one that nobody heard of is the cause."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank in (1, 2):
+        store.set(f"who/{rank}", f"on elsewhere, pid {rank}")
+        store.set(f"beat/{rank}", "7 step 3")
+    store.set("waits/2", "")
+    error = Presence(store, 0, 3, timeout_s=5).explain(Terminated())
+    assert error is not None and re.match(r"Rank 1 did not take part in the set-up", error.what)
+    assert "rank 2" not in str(error)
+
+
+def test_of_all_ranks_that_find_a_cause_one_prints_it():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("beat/1", "7 step 3")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        present = [Presence(store, rank, 3, timeout_s=5) for rank in (0, 2)]
+        errors = list(pool.map(lambda one: one.explain(Terminated()), present))
+    assert sorted(error.is_printed_here for error in errors) == [False, True]
+    assert all(error.what.startswith("Rank 1 did") for error in errors)
