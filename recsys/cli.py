@@ -224,8 +224,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_StderrOfTheMoment()])
     logging.getLogger("recsys").setLevel(logging.INFO if _is_first() else logging.WARNING)
     if (mistake := _former_mistake()) is not None:
-        if _is_first():
-            print(f"Not tried again: {mistake}", file=sys.stderr)
+        sys.stderr.write(mistake)
         sys.exit(2)
     try:
         app()
@@ -242,29 +241,50 @@ def main() -> None:
             if not error.is_worth_retrying:
                 _remember_mistake(error)
         sys.exit(2)
+    except Exception as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        raise
 
 
 def _remember_mistake(error: UserError) -> None:
-    """Tell torchrun's further attempts of this job, on this host, of a mistake that they would repeat."""
+    """Tell further attempts of this job, torchrun's and the scheduler's, of a mistake that they would repeat."""
     file = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     if (folder := _folder_of_all_attempts(file)) is not None and file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, folder / "mistake.json")
         (folder / "mistake.txt").write_text(str(error), encoding="utf-8")
 
 
 def _former_mistake() -> str | None:
-    """What an attempt before this one has told; this one then fails with the same cause."""
+    """What to say of a mistake that an attempt before this one has told; this one then fails with the same cause.
+
+    The launcher ends the other ranks of a host when the first one ends: whichever comes first says it.
+    """
     file = pathlib.Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     folder = _folder_of_all_attempts(file)
     if folder is None or not (folder / "mistake.txt").exists():
         return None
     shutil.copyfile(folder / "mistake.json", file)
-    return (folder / "mistake.txt").read_text(encoding="utf-8")
+    try:
+        (file.parents[1] / "told").touch(exist_ok=False)
+    except FileExistsError:
+        return ""
+    lasts = f" Remove {folder} to try again." if "RECSYS_LOGS" in os.environ else ""
+    return f"Not tried again: {(folder / 'mistake.txt').read_text(encoding='utf-8')}{lasts}\n"
 
 
 def _folder_of_all_attempts(file: pathlib.Path) -> pathlib.Path | None:
-    """Of a rank's error file, which torchrun keeps as FOLDER/attempt_N/RANK/error.json."""
-    return file.parents[2] if file.parent.parent.name.startswith("attempt_") else None
+    """Of a rank's error file, which torchrun keeps as FOLDER/attempt_N/RANK/error.json.
+
+    A job that the scheduler may start again has a new FOLDER each time; its launcher names one that stays.
+    """
+    if not file.parent.parent.name.startswith("attempt_"):
+        return None
+    logs = os.environ.get("RECSYS_LOGS")
+    return pathlib.Path(logs, f"mistake-{os.environ['TORCHELASTIC_RUN_ID']}") if logs else file.parents[2]
 
 
 class _StderrOfTheMoment(logging.StreamHandler):

@@ -115,6 +115,9 @@ def _present(store: dist.Store, rank: int, world_size: int, timeout_s: float) ->
         if (explained := presence.explain(error)) is not None:
             handles = False  # the launcher's signal must not end us before the error is printed
             raise explained from None
+        if handles and isinstance(error, UserError):
+            handles = False
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     finally:
         presence.leave()

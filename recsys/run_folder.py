@@ -21,6 +21,7 @@ from recsys import checkpoint
 from recsys.distributed import Ranks, agreed, broadcast
 from recsys.errors import UserError
 from recsys.machine import usable_cores
+from recsys.ownership import Ownership, require_shared
 from recsys.recipe import Recipe
 from recsys.recipe_file import load as load_recipe
 from recsys.storage import Place
@@ -30,14 +31,18 @@ log = logging.getLogger("recsys")
 CURVES = ("train_loss.jsonl", "metrics.jsonl")
 """Files that grow line by line, each with the step it belongs to."""
 
+LOGS = "logs"
+"""Folder of what each rank printed, which a launcher makes before the run begins."""
+
 _VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "numpy", "jieba", "pypinyin")
 
 
 class RunFolder:
     """Paths and small writes inside one run's folder; writes happen on rank 0 only."""
 
-    def __init__(self, path: pathlib.Path, *, writes: bool) -> None:
+    def __init__(self, path: pathlib.Path, *, writes: bool, ownership: Ownership | None = None) -> None:
         self.path, self.writes = path, writes
+        self._ownership = ownership
 
     @classmethod
     def create(cls, path: str | None, recipe: Recipe, name: str, ranks: Ranks, *, goes_on: bool = False) -> "RunFolder":
@@ -52,18 +57,31 @@ class RunFolder:
             goes_on: The folder may hold a run that has not ended yet.
 
         Raises:
-            UserError: The folder already belongs to a run, or to one that has ended.
+            UserError: The folder already belongs to a run, or to one that has ended; another job writes to it; or not
+                all nodes see it.
         """
         if path is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             path = f"runs/{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
         folder = pathlib.Path(path or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+        ownership = None
         with agreed("run folder"):
             if ranks.rank == 0:
-                if goes_on and (folder / "recipe.yaml").is_file():
-                    _take_over(folder, recipe)
-                else:
+                is_old = goes_on and (folder / "recipe.yaml").is_file()
+                if not is_old:
                     folder = _claim(folder, recipe) if path else _claim_next(folder, recipe)
-        return cls(broadcast(folder), writes=ranks.rank == 0)
+                ownership = Ownership(folder)
+                if is_old:
+                    _take_over(folder, recipe)
+        found = cls(broadcast(folder), writes=ranks.rank == 0, ownership=ownership)
+        require_shared(found.path, "run folder", ranks)
+        if recipe.checkpoint.folder is not None and found.checkpoints(recipe).is_local:
+            require_shared(pathlib.Path(recipe.checkpoint.folder), "folder of checkpoints (checkpoint.folder)", ranks)
+        return found
+
+    def close(self) -> None:
+        """Other jobs may write to the folder from now on."""
+        if self._ownership is not None:
+            self._ownership.release()
 
     @classmethod
     def open(cls, path: str) -> "tuple[RunFolder, Place]":
@@ -205,7 +223,7 @@ def _claim(folder: pathlib.Path, recipe: Recipe) -> pathlib.Path:
     problem = "The run folder {!r} already belongs to a run"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "recipe.yaml").exists() and any(folder.iterdir()):
+        if not (folder / "recipe.yaml").exists() and {file.name for file in folder.iterdir()} - {LOGS}:
             problem = "The run folder {!r} is not empty"
             raise FileExistsError
         with (folder / "recipe.yaml").open("x", encoding="utf-8") as file:

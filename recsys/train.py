@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import os
 import pathlib
 import shutil
 import time
@@ -79,7 +80,9 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run", resume: 
         folder = RunFolder.create(run, recipe, name, ranks, goes_on=resume != "never")
         if ranks.presence is not None:
             ranks.presence.log = folder.log
-        with folder.logging():
+        with contextlib.closing(folder), folder.logging():
+            if logs := os.environ.get("RECSYS_LOGS"):
+                log.info("Logs of each rank: %s", logs)
             start = resumption.choose(resume, folder.checkpoints(recipe), ranks)
             for sentence in start.reports:
                 log.info("%s", sentence)

@@ -1,0 +1,256 @@
+"""TorchX components: one command from a laptop to a cluster, and nothing queued that cannot work.
+
+    torchx run -s SCHEDULER recsys/launch.py:train --recipe RECIPE -j NODESxPROCESSES [KEY=VALUE ...]
+
+Where the package is installed, `recsys.train` names the same component from any folder. What a component starts is
+torchrun with `-m recsys`; docs/cluster.md has complete commands for each scheduler, and the same without TorchX.
+"""
+
+import datetime
+import random
+import re
+import secrets
+import shlex
+from pathlib import Path
+
+from torchx import specs
+from torchx.components import dist
+from torchx.specs.finder import ComponentValidationException
+
+from recsys.check import check as problems_of
+from recsys.errors import UserError
+from recsys.recipe_file import load
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,19}")  # Kubernetes takes 63 characters for job, role and replica together
+_PORTS = range(20_000, 29_000)  # below those that Linux hands out itself
+_PLAIN = re.compile(r"[\w./:@%+=-]*")
+_JOIN_TIMEOUT_S = 900  # nodes of one job may get their images and names minutes apart
+_HEAD_OF_TORCHX = ":=localhost}"
+
+
+def train(
+    *overrides: str,
+    recipe: str,
+    j: str = "1x1",
+    name: str | None = None,
+    run_dir: str | None = None,
+    cpu: int = 0,
+    gpu: int = 0,
+    memMB: int = 0,  # noqa: N803  TorchX's own word
+    h: str | None = None,
+    max_restarts: int = 3,
+    max_retries: int = 0,
+    env: dict[str, str] | None = None,
+    interface: str | None = None,
+    image: str = "",
+    mounts: list[str] | None = None,
+    rdzv_port: int = 0,
+    log_level: str = "WARNING",
+    check_data: bool = True,
+) -> specs.AppDef:
+    """Train a recipe with torchrun; a job that is started again goes on from its newest checkpoint.
+
+    Args:
+        overrides: KEY=VALUE of the recipe, as for `recsys train`
+        recipe: file, as the nodes see it from the job's working folder
+        j: NODESxPROCESSES, such as 2x8: processes on each node, one for each GPU
+        name: of the job: small letters, digits, dashes, 20 at most; default: from the recipe's path
+        run_dir: run folder, on storage that all nodes share; default: runs/NAME-DATE-TIME-xxxx in the current folder
+        cpu: cores of a node; 0: two for each process
+        gpu: GPUs of a node; at least as many as processes
+        memMB: memory of a node; 0: nothing is asked for
+        h: named resource of TorchX, in place of cpu, gpu and memMB
+        max_restarts: how often torchrun starts all processes again inside the running job
+        max_retries: how often the scheduler runs the whole job again (slurm, kubernetes)
+        env: environment variables, NAME=VALUE,NAME=VALUE
+        interface: network interface of gloo and NCCL; default: that of the route to the first node
+        image: container image; unused by local_cwd and slurm
+        mounts: of containers, such as type=volume,src=CLAIM,dst=/shared
+        rdzv_port: port of the rendezvous on the first node; 0: a random one, so that jobs on one host do not meet
+        log_level: of torchrun
+        check_data: whether data files are looked at before the job is queued; not where only the nodes see them
+    """
+    with _Refusals():
+        given = list(overrides)
+        if check_data:
+            if problems := problems_of(recipe, given):
+                raise UserError(f"{recipe} cannot be trained", received="; ".join(problems), fix="see `recsys check`")
+        else:
+            load(recipe, given)
+        name = _checked_name(name, recipe)
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        folder = str(Path(run_dir or f"runs/{name}-{now}").absolute())
+        arguments = ["train", recipe, *given, "--run-dir", folder, "--resume", "auto"]
+        return _app(
+            arguments,
+            _nodes_and_processes(j, gpu),
+            name=name,
+            logs=f"{folder}/logs",
+            resource=(cpu, gpu, memMB, h),
+            max_restarts=max_restarts,
+            max_retries=max_retries,
+            env=_environment(env, interface, log_level),
+            image=image,
+            mounts=mounts,
+            rdzv_port=rdzv_port,
+        )
+
+
+def evaluate(
+    run: str,
+    j: str = "1x1",
+    data: str | None = None,
+    json: str | None = None,
+    name: str = "evaluate",
+    cpu: int = 0,
+    gpu: int = 0,
+    memMB: int = 0,  # noqa: N803
+    h: str | None = None,
+    env: dict[str, str] | None = None,
+    interface: str | None = None,
+    image: str = "",
+    mounts: list[str] | None = None,
+    rdzv_port: int = 0,
+    log_level: str = "WARNING",
+) -> specs.AppDef:
+    """Metrics of a trained model on any number of nodes.
+
+    Args:
+        run: run folder, or a checkpoint inside one, as the nodes see it
+        j: NODESxPROCESSES, such as 2x8: processes on each node, one for each GPU
+        data: parquet file or folder; default: the recipe's test set
+        json: file that the metrics are written to as well
+        name: of the job: small letters, digits, dashes, 20 at most
+        cpu: cores of a node; 0: two for each process
+        gpu: GPUs of a node; at least as many as processes
+        memMB: memory of a node; 0: nothing is asked for
+        h: named resource of TorchX, in place of cpu, gpu and memMB
+        env: environment variables, NAME=VALUE,NAME=VALUE
+        interface: network interface of gloo and NCCL; default: that of the route to the first node
+        image: container image; unused by local_cwd and slurm
+        mounts: of containers, such as type=volume,src=CLAIM,dst=/shared
+        rdzv_port: port of the rendezvous on the first node; 0: a random one, so that jobs on one host do not meet
+        log_level: of torchrun
+    """
+    with _Refusals():
+        options = [f"--{key}={value}" for key, value in (("data", data), ("json", json)) if value is not None]
+        return _app(
+            ["evaluate", run, *options],
+            _nodes_and_processes(j, gpu),
+            name=_checked_name(name, ""),
+            logs=None,
+            resource=(cpu, gpu, memMB, h),
+            max_restarts=0,
+            max_retries=0,
+            env=_environment(env, interface, log_level),
+            image=image,
+            mounts=mounts,
+            rdzv_port=rdzv_port,
+        )
+
+
+class _Refusals:
+    """A mistake of the user's, in the words of TorchX: one message before anything is queued, and exit code 1."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserError):
+            raise ComponentValidationException(f"Error: {error}") from None
+
+
+def _app(
+    arguments: list[str],
+    nodes_and_processes: tuple[int, int],
+    *,
+    name: str,
+    logs: str | None,
+    resource: tuple[int, int, int, str | None],
+    max_restarts: int,
+    max_retries: int,
+    env: dict[str, str],
+    image: str,
+    mounts: list[str] | None,
+    rdzv_port: int,
+) -> specs.AppDef:
+    """TorchX's torchrun component, with what it leaves to its caller."""
+    nodes, processes = nodes_and_processes
+    cpu, gpu, memory_mb, named = resource
+    cpu = cpu or 2 * processes
+    env = {"OMP_NUM_THREADS": str(max(1, cpu // processes))} | env
+    env["PET_MAX_RESTARTS"] = str(max_restarts)  # the component has no argument for it, and torchrun reads PET_*
+    if logs is not None:
+        env["RECSYS_LOGS"] = logs
+    app = dist.torchrun(
+        m="recsys",
+        image=image,
+        name=f"/{name}",
+        h=named,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memory_mb,
+        j=f"{nodes}x{processes}",
+        env={key: value for key, value in env.items() if _PLAIN.fullmatch(value)},
+        max_retries=max_retries,
+        rdzv_port=rdzv_port or random.choice(_PORTS),
+        rdzv_conf=f"join_timeout={_JOIN_TIMEOUT_S},timeout={_JOIN_TIMEOUT_S},read_timeout=300",
+        mounts=mounts,
+    )
+    (role,) = app.roles
+    role.resource.memMB = memory_mb  # TorchX would ask for 1 GB in place of nothing
+    # Volcano makes a variable's name of it, and Slurm shows it as the job's.
+    role.name = name.replace("-", "")
+    flag, torchrun = role.args
+    if nodes > 1:
+        assert torchrun.count(_HEAD_OF_TORCHX) == 1, f"TorchX has changed how it names the first node: {torchrun}"
+        torchrun = torchrun.replace(
+            _HEAD_OF_TORCHX, ":?is not set: the scheduler has not told which node of the job is the first}"
+        )
+    exports = [f"{key}={_quoted(value)}" for key, value in env.items() if not _PLAIN.fullmatch(value)]
+    if logs is not None:
+        exports.append(f"PET_LOG_DIR={_quoted(logs)}/`uname -n`")
+    export = f"export {' '.join(exports)}; " if exports else ""
+    role.args = [flag, f"{export}exec {torchrun} {' '.join(map(_quoted, arguments))}"]
+    return app
+
+
+def _quoted(argument: str) -> str:
+    """One word of bash, in which nobody on the way there finds a `$NAME`, `${NAME}`, `$(NAME)` or `$$` of his own."""
+    return shlex.quote(argument).replace("$", "$''")
+
+
+def _environment(env: dict[str, str] | None, interface: str | None, log_level: str) -> dict[str, str]:
+    """Variables of all roles; what the user gives comes last."""
+    found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "LOGLEVEL": log_level}
+    if interface is not None:
+        found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    for key in env or {}:
+        if not re.fullmatch(r"[A-Za-z_]\w*", key):
+            raise UserError("env names a variable that cannot be", received=key, allowed="NAME=VALUE,NAME=VALUE")
+    return found | (env or {})
+
+
+def _nodes_and_processes(j: str, gpu: int) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", j)
+    if match is None:
+        raise UserError("-j is no NODESxPROCESSES", received=j, allowed="such as 1x2 or 4x8")
+    nodes, processes = int(match[1]), int(match[2])
+    if gpu and processes > gpu:
+        raise UserError(
+            "More processes on a node than GPUs", received=f"-j {j} --gpu {gpu}", allowed="one process for each GPU"
+        )
+    return nodes, processes
+
+
+def _checked_name(name: str | None, recipe: str) -> str:
+    if name is None:
+        path = Path(recipe)
+        plain = re.sub(r"[^a-z0-9]+", "-", f"{path.absolute().parent.name}-{path.stem}".lower()).strip("-")
+        name = re.sub(r"^[^a-z]+", "", plain)[:20].strip("-") or "train"
+    if not _NAME.fullmatch(name) or name.endswith("-"):
+        raise UserError(
+            "The name of the job cannot be",
+            received=name,
+            allowed="small letters, digits and dashes, a letter first, 20 at most",
+        )
+    return name

@@ -1,0 +1,186 @@
+"""A real Slurm of two nodes on this machine, with real jobs: what it trains, and what it survives.
+
+Runs with `-m cluster`; needs root, and on Debian `apt-get install slurm-wlm munge iproute2`.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torchx.runner import Runner, get_runner
+from torchx.specs import AppState
+
+from scripts.chaos import _differences, _prepare
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        not shutil.which("slurmctld") or os.geteuid() != 0, reason="needs root and Debian's slurm-wlm, munge, iproute2"
+    ),
+]
+ROOT = pathlib.Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts" / "slurm"
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The cluster, in the environment of this process; ended by the ids of its processes."""
+    lab = pathlib.Path("/tmp", f"recsys-slurm-{os.getpid()}")
+    own = {
+        "SLURM_LAB": str(lab),
+        "PATH": f"{SCRIPTS / 'shim'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_CONF": str(lab / "slurm.conf"),
+        "SQUEUE_STATES": "all",  # later versions of Slurm show ended jobs only then
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        patch.chdir(tmp_path_factory.mktemp("submitted_from"))
+        subprocess.run([SCRIPTS / "cluster.sh", "start"], check=True, timeout=60)
+        try:
+            yield
+        finally:
+            subprocess.run([SCRIPTS / "cluster.sh", "stop"], check=True, timeout=60)
+            alive = [pid for pid, _ in processes(SLURM_CONF=str(lab / "slurm.conf"), SLURM_JOB_ID=None)]
+            shutil.rmtree(lab)
+            assert alive == [], "processes outlived their cluster"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    with get_runner() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> pathlib.Path:
+    """A DIN with row-wise tables, and the run that none of the others is allowed to differ from."""
+    found = _prepare(tmp_path_factory.mktemp("cluster"), epochs=4)
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "recsys", "train", str(found)]
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own["PATH"] = f"{pathlib.Path(sys.executable).parent}:{own['PATH']}"
+    command += ["--run-dir", str(found.parent / "whole")]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return found
+
+
+def processes(**environment: str | None) -> list[tuple[int, dict[str, str]]]:
+    """Processes, other than this one, in whose environment these variables stand; None: with any value."""
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        its = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if all(name in its and value in (None, its[name]) for name, value in environment.items()):
+            found.append((int(folder.name), its))
+    return [(pid, its) for pid, its in found if pid != os.getpid()]
+
+
+def submit(runner: Runner, recipe: pathlib.Path, run: str, *arguments: str) -> str:
+    given = ["--recipe", str(recipe), "-j", "2x1", "--cpu", "2", "--run_dir", str(recipe.parent / run)]
+    given += ["--env", "OMP_NUM_THREADS=1", *arguments]
+    return runner.run_component("recsys.train", given, "slurm", {"partition": "debug", "time": "10"})
+
+
+def ended(runner: Runner, handle: str) -> AppState:
+    end_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < end_s:
+        status = runner.status(handle)
+        # A job that is about to be requeued has failed for a moment.
+        if status is not None and status.is_terminal() and not queued(handle):
+            return status.state
+        time.sleep(0.5)
+    pytest.fail(f"{handle} has not ended: {outputs(handle)}")
+
+
+def queued(handle: str) -> bool:
+    time.sleep(1)
+    command = ["squeue", "-h", "-t", "PENDING,RUNNING,COMPLETING,REQUEUED,CONFIGURING", "-o", "%A"]
+    return number(handle) in subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+
+def number(handle: str) -> str:
+    return handle.rsplit("/", 1)[1]
+
+
+def outputs(handle: str) -> str:
+    return "\n".join(file.read_text()[-3000:] for file in sorted(pathlib.Path().glob(f"slurm-{number(handle)}*")))
+
+
+def wait_for_steps(run: pathlib.Path, steps: int) -> None:
+    curve, end_s = run / "train_loss.jsonl", time.monotonic() + LIMIT_S
+    while not (curve.exists() and curve.read_bytes().count(b"\n") >= steps):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def torchx(*words: str) -> str:
+    done = subprocess.run(["torchx", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_nodes_train_what_two_ranks_of_one_host_do_and_torchx_shows_it(slurm, runner, recipe):
+    handle = submit(runner, recipe, "slurm")
+    assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
+    assert _differences(recipe.parent / "whole", recipe.parent / "slurm") == []
+    logs = recipe.parent / "slurm" / "logs"
+    assert sorted(folder.name for folder in logs.iterdir()) == ["tn1", "tn2"]
+    shown = torchx("status", handle)
+    assert shown.count("SUCCEEDED") == 3, shown
+    name = runner.describe(handle).roles[0].name
+    assert "Logs of each rank" in torchx("log", "--streams", "stderr", f"{handle}/{name}/0")
+
+
+def test_a_job_that_is_cancelled_leaves_no_process(slurm, runner, recipe):
+    handle = submit(runner, recipe, "cancelled", "train.epochs=10000")
+    wait_for_steps(recipe.parent / "cancelled", 2)
+    torchx("cancel", handle)
+    assert ended(runner, handle) == AppState.CANCELLED
+    end_s = time.monotonic() + 40
+    while processes(SLURM_JOB_ID=number(handle)) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    assert processes(SLURM_JOB_ID=number(handle)) == []
+
+
+def test_a_killed_rank_makes_all_ranks_start_again_from_the_checkpoint_with_nothing_lost(slurm, runner, recipe):
+    handle, run = submit(runner, recipe, "killed"), recipe.parent / "killed"
+    wait_for_steps(run, 12)
+    ((pid, _),) = processes(SLURM_JOB_ID=number(handle), RANK="1", LOCAL_RANK="0")
+    os.kill(pid, signal.SIGKILL)
+    assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
+    assert "Going on from" in (run / "log.txt").read_text()
+    assert _differences(recipe.parent / "whole", run) == []
+    assert "Restarts=0" in subprocess.check_output(["scontrol", "show", "job", number(handle)], text=True)
+
+
+def test_a_job_that_loses_a_launcher_is_run_again_by_slurm_with_nothing_lost(slurm, runner, recipe):
+    handle, run = submit(runner, recipe, "requeued", "--max_retries", "1"), recipe.parent / "requeued"
+    wait_for_steps(run, 12)
+    ((_, its),) = processes(SLURM_JOB_ID=number(handle), RANK="1", LOCAL_RANK="0")
+    launchers = [pid for pid, _ in processes(SLURM_JOB_ID=number(handle), SLURM_NODEID=its["SLURM_NODEID"])]
+    (launcher,) = [pid for pid in launchers if b"torchrun" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(launcher, signal.SIGKILL)
+    assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
+    assert re.findall(r"Fresh start|Going on from", (run / "log.txt").read_text()) == ["Fresh start", "Going on from"]
+    assert _differences(recipe.parent / "whole", run) == []
+
+
+def test_the_batch_script_does_the_same_without_torchx(slurm, runner, recipe):
+    command = ["sbatch", "--wait", "--parsable", "--nodes=2", "--cpus-per-task=2", SCRIPTS / "train.sbatch"]
+    done = subprocess.run([*command, recipe.parent / "batch", recipe], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, (done.stderr, outputs(f"/{done.stdout.strip()}"))
+    assert _differences(recipe.parent / "whole", recipe.parent / "batch") == []
+    assert sorted(folder.name for folder in (recipe.parent / "batch" / "logs").iterdir()) == ["tn1", "tn2"]
