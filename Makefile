@@ -23,7 +23,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: $(READY)  ## install the pinned stack into .venv (DEVICE=cpu or gpu, PYTHON=python3.12, ...)
 	@echo ".venv is set up for $(DEVICE)."
@@ -34,7 +34,7 @@ demo: $(READY)  ## MovieLens-100K, DIN and DeepFM on two ranks, one table of res
 test: $(READY)  ## all tests that one machine can run (PYTEST_ARGS="-k din", WORKERS=1)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-cluster-test: $(READY)  ## jobs on two nodes of a real Slurm on this machine (root; apt-get install slurm-wlm munge iproute2)
+cluster-test: $(READY)  ## jobs on two nodes of a real Slurm, here (root; apt-get install slurm-wlm munge iproute2)
 	@$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff: rules and format

@@ -12,6 +12,7 @@ import re
 import secrets
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from torchx import specs
 from torchx.components import dist
@@ -26,6 +27,7 @@ _PORTS = range(20_000, 29_000)  # below those that Linux hands out itself
 _PLAIN = re.compile(r"[\w./:@%+=-]*")
 _JOIN_TIMEOUT_S = 900  # nodes of one job may get their images and names minutes apart
 _HEAD_OF_TORCHX = ":=localhost}"
+_HEAD_OR_END = ":?is not set: the scheduler has not told which node of the job is the first}"
 
 
 def train(
@@ -72,28 +74,13 @@ def train(
     """
     with _Refusals():
         given = list(overrides)
-        if check_data:
-            if problems := problems_of(recipe, given):
-                raise UserError(f"{recipe} cannot be trained", received="; ".join(problems), fix="see `recsys check`")
-        else:
-            load(recipe, given)
+        _check(recipe, given, check_data)
         name = _checked_name(name, recipe)
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         folder = str(Path(run_dir or f"runs/{name}-{now}").absolute())
+        job = _Job(name, j, cpu, gpu, memMB, h, env, interface, image, mounts, rdzv_port, log_level)
         arguments = ["train", recipe, *given, "--run-dir", folder, "--resume", "auto"]
-        return _app(
-            arguments,
-            _nodes_and_processes(j, gpu),
-            name=name,
-            logs=f"{folder}/logs",
-            resource=(cpu, gpu, memMB, h),
-            max_restarts=max_restarts,
-            max_retries=max_retries,
-            env=_environment(env, interface, log_level),
-            image=image,
-            mounts=mounts,
-            rdzv_port=rdzv_port,
-        )
+        return job.app(arguments, f"{folder}/logs", max_restarts, max_retries)
 
 
 def evaluate(
@@ -134,19 +121,15 @@ def evaluate(
     """
     with _Refusals():
         options = [f"--{key}={value}" for key, value in (("data", data), ("json", json)) if value is not None]
-        return _app(
-            ["evaluate", run, *options],
-            _nodes_and_processes(j, gpu),
-            name=_checked_name(name, ""),
-            logs=None,
-            resource=(cpu, gpu, memMB, h),
-            max_restarts=0,
-            max_retries=0,
-            env=_environment(env, interface, log_level),
-            image=image,
-            mounts=mounts,
-            rdzv_port=rdzv_port,
-        )
+        job = _Job(_checked_name(name, ""), j, cpu, gpu, memMB, h, env, interface, image, mounts, rdzv_port, log_level)
+        return job.app(["evaluate", run, *options])
+
+
+def _check(recipe: str, overrides: list[str], check_data: bool) -> None:
+    if not check_data:
+        load(recipe, overrides)
+    elif problems := problems_of(recipe, overrides):
+        raise UserError(f"{recipe} cannot be trained", received="; ".join(problems), fix="see `recsys check`")
 
 
 class _Refusals:
@@ -159,75 +142,75 @@ class _Refusals:
             raise ComponentValidationException(f"Error: {error}") from None
 
 
-def _app(
-    arguments: list[str],
-    nodes_and_processes: tuple[int, int],
-    *,
-    name: str,
-    logs: str | None,
-    resource: tuple[int, int, int, str | None],
-    max_restarts: int,
-    max_retries: int,
-    env: dict[str, str],
-    image: str,
-    mounts: list[str] | None,
-    rdzv_port: int,
-) -> specs.AppDef:
-    """TorchX's torchrun component, with what it leaves to its caller."""
-    nodes, processes = nodes_and_processes
-    cpu, gpu, memory_mb, named = resource
-    cpu = cpu or 2 * processes
-    env = {"OMP_NUM_THREADS": str(max(1, cpu // processes))} | env
-    env["PET_MAX_RESTARTS"] = str(max_restarts)  # the component has no argument for it, and torchrun reads PET_*
-    if logs is not None:
-        env["RECSYS_LOGS"] = logs
-    app = dist.torchrun(
-        m="recsys",
-        image=image,
-        name=f"/{name}",
-        h=named,
-        cpu=cpu,
-        gpu=gpu,
-        memMB=memory_mb,
-        j=f"{nodes}x{processes}",
-        env={key: value for key, value in env.items() if _PLAIN.fullmatch(value)},
-        max_retries=max_retries,
-        rdzv_port=rdzv_port or random.choice(_PORTS),
-        rdzv_conf=f"join_timeout={_JOIN_TIMEOUT_S},timeout={_JOIN_TIMEOUT_S},read_timeout=300",
-        mounts=mounts,
-    )
-    (role,) = app.roles
-    role.resource.memMB = memory_mb  # TorchX would ask for 1 GB in place of nothing
-    # Volcano makes a variable's name of it, and Slurm shows it as the job's.
-    role.name = name.replace("-", "")
-    flag, torchrun = role.args
-    if nodes > 1:
-        assert torchrun.count(_HEAD_OF_TORCHX) == 1, f"TorchX has changed how it names the first node: {torchrun}"
-        torchrun = torchrun.replace(
-            _HEAD_OF_TORCHX, ":?is not set: the scheduler has not told which node of the job is the first}"
+class _Job(NamedTuple):
+    """What both components are asked for; the names are those of their arguments."""
+
+    name: str
+    j: str
+    cpu: int
+    gpu: int
+    memory_mb: int
+    h: str | None
+    env: dict[str, str] | None
+    interface: str | None
+    image: str
+    mounts: list[str] | None
+    rdzv_port: int
+    log_level: str
+
+    def app(
+        self, arguments: list[str], logs: str | None = None, max_restarts: int = 0, max_retries: int = 0
+    ) -> specs.AppDef:
+        """TorchX's torchrun component, with what it leaves to its caller."""
+        nodes, processes = _nodes_and_processes(self.j, self.gpu)
+        cpu = self.cpu or 2 * processes
+        env = {"OMP_NUM_THREADS": str(max(1, cpu // processes))} | self._environment()
+        env["PET_MAX_RESTARTS"] = str(max_restarts)  # the component has no argument for it, and torchrun reads PET_*
+        if logs is not None:
+            env["RECSYS_LOGS"] = logs
+        app = dist.torchrun(
+            m="recsys",
+            image=self.image,
+            name=f"/{self.name}",
+            h=self.h,
+            cpu=cpu,
+            gpu=self.gpu,
+            j=self.j,
+            env={key: value for key, value in env.items() if _PLAIN.fullmatch(value)},
+            max_retries=max_retries,
+            rdzv_port=self.rdzv_port or random.choice(_PORTS),
+            rdzv_conf=f"join_timeout={_JOIN_TIMEOUT_S},timeout={_JOIN_TIMEOUT_S},read_timeout=300",
+            mounts=self.mounts,
         )
-    exports = [f"{key}={_quoted(value)}" for key, value in env.items() if not _PLAIN.fullmatch(value)]
-    if logs is not None:
-        exports.append(f"PET_LOG_DIR={_quoted(logs)}/`uname -n`")
-    export = f"export {' '.join(exports)}; " if exports else ""
-    role.args = [flag, f"{export}exec {torchrun} {' '.join(map(_quoted, arguments))}"]
-    return app
+        (role,) = app.roles
+        role.name = self.name.replace("-", "")  # Volcano makes a variable's name of it; Slurm shows it as the job's
+        if self.h is None:
+            role.resource.memMB = self.memory_mb  # TorchX would ask for 1 GB in place of nothing
+        flag, torchrun = role.args
+        if nodes > 1:
+            assert torchrun.count(_HEAD_OF_TORCHX) == 1, f"TorchX has changed how it names the first node: {torchrun}"
+            torchrun = torchrun.replace(_HEAD_OF_TORCHX, _HEAD_OR_END)
+        exports = [f"{key}={_quoted(value)}" for key, value in env.items() if not _PLAIN.fullmatch(value)]
+        if logs is not None:
+            exports.append(f"PET_LOG_DIR={_quoted(logs)}/`uname -n`")
+        export = f"export {' '.join(exports)}; " if exports else ""
+        role.args = [flag, f"{export}exec {torchrun} {' '.join(map(_quoted, arguments))}"]
+        return app
+
+    def _environment(self) -> dict[str, str]:
+        """Variables of all nodes; what the user gives comes last."""
+        found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "LOGLEVEL": self.log_level}
+        if self.interface is not None:
+            found |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        for key in self.env or {}:
+            if not re.fullmatch(r"[A-Za-z_]\w*", key):
+                raise UserError("env names a variable that cannot be", received=key, allowed="NAME=VALUE,NAME=VALUE")
+        return found | (self.env or {})
 
 
 def _quoted(argument: str) -> str:
     """One word of bash, in which nobody on the way there finds a `$NAME`, `${NAME}`, `$(NAME)` or `$$` of his own."""
     return shlex.quote(argument).replace("$", "$''")
-
-
-def _environment(env: dict[str, str] | None, interface: str | None, log_level: str) -> dict[str, str]:
-    """Variables of all roles; what the user gives comes last."""
-    found = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "LOGLEVEL": log_level}
-    if interface is not None:
-        found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    for key in env or {}:
-        if not re.fullmatch(r"[A-Za-z_]\w*", key):
-            raise UserError("env names a variable that cannot be", received=key, allowed="NAME=VALUE,NAME=VALUE")
-    return found | (env or {})
 
 
 def _nodes_and_processes(j: str, gpu: int) -> tuple[int, int]:
