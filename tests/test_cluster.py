@@ -17,6 +17,7 @@ from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
 from scripts.chaos import _differences, _prepare
+from tests._guide import RECIPE, the, words
 
 pytestmark = [
     pytest.mark.cluster,
@@ -45,11 +46,12 @@ def slurm(tmp_path_factory):
         for name, value in own.items():
             patch.setenv(name, value)
         patch.chdir(tmp_path_factory.mktemp("submitted_from"))
-        subprocess.run([SCRIPTS / "cluster.sh", "start"], check=True, timeout=60)
+        guide("scripts/slurm/cluster.sh start")
         try:
+            assert f"export SLURM_CONF={own['SLURM_CONF']}" in guide("scripts/slurm/cluster.sh env")
             yield
         finally:
-            subprocess.run([SCRIPTS / "cluster.sh", "stop"], check=True, timeout=60)
+            guide("scripts/slurm/cluster.sh stop")
             alive = [pid for pid, _ in processes(SLURM_CONF=str(lab / "slurm.conf"), SLURM_JOB_ID=None)]
             shutil.rmtree(lab)
             assert alive == [], "processes outlived their cluster"
@@ -126,9 +128,12 @@ def wait_for_steps(run: pathlib.Path, steps: int) -> None:
         time.sleep(0.02)
 
 
-def torchx(*words: str) -> str:
-    done = subprocess.run(["torchx", *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def guide(start: str, **places: str) -> str:
+    """Run the command of the guide that starts so, with other values in the places that are named."""
+    command = words(the(start), **places, **{"scripts/slurm/": f"{SCRIPTS}/"})
+    # Daemons that a command starts keep its stderr.
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0, command
     return done.stdout
 
 
@@ -138,16 +143,16 @@ def test_two_nodes_train_what_two_ranks_of_one_host_do_and_torchx_shows_it(slurm
     assert _differences(recipe.parent / "whole", recipe.parent / "slurm") == []
     logs = recipe.parent / "slurm" / "logs"
     assert sorted(folder.name for folder in logs.iterdir()) == ["tn1", "tn2"]
-    shown = torchx("status", handle)
-    assert shown.count("SUCCEEDED") == 3, shown
-    name = runner.describe(handle).roles[0].name
-    assert "Logs of each rank" in torchx("log", "--streams", "stderr", f"{handle}/{name}/0")
+    job = {"slurm://torchx/JOB": handle}
+    assert guide("torchx status slurm", **job).count("SUCCEEDED") == 3
+    assert "Best epoch 4" in guide("torchx log --streams stdout slurm", **job)
+    assert re.search(rf"{handle}\s+\S+\s+SUCCEEDED", guide("torchx list -s slurm"))
 
 
 def test_a_job_that_is_cancelled_leaves_no_process(slurm, runner, recipe):
     handle = submit(runner, recipe, "cancelled", "train.epochs=10000")
     wait_for_steps(recipe.parent / "cancelled", 2)
-    torchx("cancel", handle)
+    guide("torchx cancel slurm", **{"slurm://torchx/JOB": handle})
     assert ended(runner, handle) == AppState.CANCELLED
     end_s = time.monotonic() + 40
     while processes(SLURM_JOB_ID=number(handle)) and time.monotonic() < end_s:
@@ -178,9 +183,20 @@ def test_a_job_that_loses_a_launcher_is_run_again_by_slurm_with_nothing_lost(slu
     assert _differences(recipe.parent / "whole", run) == []
 
 
-def test_the_batch_script_does_the_same_without_torchx(slurm, runner, recipe):
-    command = ["sbatch", "--wait", "--parsable", "--nodes=2", "--cpus-per-task=2", SCRIPTS / "train.sbatch"]
-    done = subprocess.run([*command, recipe.parent / "batch", recipe], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, (done.stderr, outputs(f"/{done.stdout.strip()}"))
+def test_the_batch_script_does_the_same_without_torchx(slurm, recipe):
+    places = {RECIPE: str(recipe), "--cpus-per-task=96 --gpus-per-node=8": "--parsable --cpus-per-task=2", "=8": "=1"}
+    first, second = (
+        guide("sbatch", **places, **{"/shared/runs/din": str(recipe.parent / name)}).strip()
+        for name in ("batch", "not")
+    )
+    assert second in guide("squeue")
+    guide("scancel", JOB=second)
+    end_s = time.monotonic() + LIMIT_S
+    while queued(f"/{first}") and time.monotonic() < end_s:
+        time.sleep(0.5)
+    assert "JobState=COMPLETED" in subprocess.check_output(["scontrol", "show", "job", first], text=True), outputs(
+        f"/{first}"
+    )
     assert _differences(recipe.parent / "whole", recipe.parent / "batch") == []
     assert sorted(folder.name for folder in (recipe.parent / "batch" / "logs").iterdir()) == ["tn1", "tn2"]
+    assert not (recipe.parent / "not" / "recipe.yaml").exists()

@@ -17,7 +17,7 @@ from torchx.specs import AppDryRunInfo
 from torchx.specs.finder import ComponentValidationException
 
 from recsys import launch
-from scripts.chaos import _differences, _prepare
+from scripts.chaos import _prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -283,30 +283,6 @@ def test_the_command_line_refuses_in_one_message():
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> pathlib.Path:
     return _prepare(tmp_path_factory.mktemp("launch"), epochs=2)
-
-
-@pytest.mark.dist
-def test_torchx_and_torchrun_train_the_same_model_and_two_jobs_on_one_host_do_not_meet(recipe):
-    """Both at once, from another folder, by the registered name."""
-    folder = recipe.parent
-    (folder / "elsewhere").mkdir()
-    own = {**os.environ, "OMP_NUM_THREADS": "1"}
-    torchx = ["torchx", "run", "-s", "local_cwd", "recsys.train", "--recipe", str(recipe), "-j", "1x2", "--cpu", "2"]
-    torchx += ["--run_dir", str(folder / "whole"), "--log_level", "WARNING"]
-    twin = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "recsys", "train", str(recipe)]
-    twin += ["--run-dir", str(folder / "cut")]
-    jobs = [
-        subprocess.Popen(
-            command, cwd=folder / "elsewhere", env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for command in (torchx, twin)
-    ]
-    said = [job.communicate(timeout=180)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], said
-    assert _differences(folder / "whole", folder / "cut") == []
-    logs = sorted((folder / "whole" / "logs").rglob("stderr.log"))
-    assert [log.parent.name for log in logs] == ["0", "1"]
-    assert f"Logs of each rank: {folder / 'whole' / 'logs'}" in logs[0].read_text()
 
 
 @pytest.mark.dist
