@@ -21,6 +21,7 @@ from recsys.errors import UserError
 
 _PERIOD_S = 0.5
 _GRACE_S = 3 * _PERIOD_S  # a rank that is alive is heard of in between
+_LEAVE_S = 5.0  # the store answers at once, or its launcher is gone
 _MARGIN_S = 10.0  # by which silence may outlast the timeout, so that an exchange that fails comes first
 _BROKEN = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|[Tt]imed out|Timeout waiting|[Pp]air closure|Pair is not connected"
@@ -57,7 +58,8 @@ class Presence:
         self._host = socket.gethostname()
         self._store.set(f"who/{rank}", f"on {self._host}, pid {os.getpid()}")
         self._beat()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def at(self, place: str) -> None:
         """Note where this rank stands, such as `step 37`."""
@@ -66,6 +68,8 @@ class Presence:
     def leave(self) -> None:
         """Stop telling; the other ranks leave, too."""
         self._left.set()
+        # An interpreter that ends while the thread is inside the store's C++ is aborted by std::terminate.
+        self._thread.join(_LEAVE_S)
 
     def explain(self, error: BaseException) -> UserError | None:
         """Which other ranks are behind an error that ends this one; None: none is.

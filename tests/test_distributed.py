@@ -79,3 +79,22 @@ def test_of_all_ranks_that_find_a_cause_one_prints_it():
         errors = list(pool.map(lambda one: one.explain(Terminated()), present))
     assert sorted(error.is_printed_here for error in errors) == [False, True]
     assert all(error.what.startswith("Rank 1 did") for error in errors)
+
+
+LEAVES = """
+import sys, time
+import torch.distributed as dist
+from recsys import presence
+
+presence._PERIOD_S = 0.0  # always inside the store
+present = presence.Presence(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 0, 2, 5)
+time.sleep(0.3)
+present.leave()
+"""
+
+
+def test_a_rank_that_leaves_while_it_tells_where_it_is_ends_in_order():
+    """Without waiting for its thread, nine in ten end by SIGABRT: "terminate called without an active exception"."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    jobs = [subprocess.Popen([sys.executable, "-c", LEAVES, str(store.port)]) for _ in range(3)]
+    assert [job.wait(60) for job in jobs] == [0, 0, 0]
