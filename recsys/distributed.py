@@ -88,7 +88,7 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         strategy.threads_of(
             threads,
             os.environ.get("OMP_NUM_THREADS"),
-            launched="TORCHELASTIC_RUN_ID" in os.environ,
+            among_launched=strategy.among_launched(local_world_size),
             cores=usable_cores(),
             ranks_here=ranks_here,
         )[0]

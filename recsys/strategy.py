@@ -42,7 +42,7 @@ class Facts:
         local_world_size: Ranks of this launcher, which is a node to the planner.
         ranks_here: Ranks on this host: more than the launcher's where several launchers were started on it.
         hosts: Names of the hosts, in the order of ranks.
-        launched: A launcher started this process.
+        among_launched: Torchrun started this process as one of several on its node.
         omp_threads: OMP_NUM_THREADS; None where it is not set.
         choice: Network interface between hosts; None on a single one.
         interface_bits: Bits per second of that interface; None where it is not known.
@@ -57,7 +57,7 @@ class Facts:
     local_world_size: int = 1
     ranks_here: int = 1
     hosts: tuple[str, ...] = ("this host",)
-    launched: bool = False
+    among_launched: bool = False
     omp_threads: str | None = None
     choice: network.Choice | None = None
     interface_bits: float | None = None
@@ -137,6 +137,11 @@ def device_of(wanted: str, num_gpus: int, local_world_size: int) -> Literal["cud
     return "cuda"
 
 
+def among_launched(local_world_size: int) -> bool:
+    """Whether torchrun started this process as one of several on its node."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and local_world_size > 1
+
+
 def device_to_read_with(wanted: str, num_gpus: int) -> str:
     """`train.device` for a model that is only read: one that was trained on GPUs may be read where there are none."""
     return "auto" if wanted == "cuda" and not num_gpus else wanted
@@ -147,20 +152,23 @@ def backend_of(device: str) -> str:
     return "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
 
 
-def threads_of(wanted: int | None, omp: str | None, *, launched: bool, cores: int, ranks_here: int) -> tuple[int, str]:
+def threads_of(
+    wanted: int | None, omp: str | None, *, among_launched: bool, cores: int, ranks_here: int
+) -> tuple[int, str]:
     """Threads of torch in each rank, and what decided.
 
     Args:
         wanted: `train.threads_per_rank`.
-        omp: OMP_NUM_THREADS. Torchrun sets it to 1 where nobody has set a number, so that 1 means nothing there.
-        launched: By torchrun.
+        omp: OMP_NUM_THREADS. Torchrun sets it to 1 for several processes of a node where nobody has set a number, so
+            that 1 means nothing there.
+        among_launched: This process is one of these.
         cores: That the ranks of this host share.
         ranks_here: Their number.
     """
     if wanted is not None:
         return wanted, "train.threads_per_rank"
     first = (omp or "").split(",")[0].strip()
-    if first.isdecimal() and int(first) and not (launched and omp == "1"):
+    if first.isdecimal() and int(first) and not (among_launched and omp == "1"):
         return int(first), "OMP_NUM_THREADS"
     return max(1, cores // ranks_here), f"{_count(cores, 'core')} over {_count(ranks_here, 'rank')}"
 
@@ -214,7 +222,7 @@ def choose(facts: Facts, recipe: "Recipe") -> Strategy:
     threads, why = threads_of(
         settings.threads_per_rank,
         facts.omp_threads,
-        launched=facts.launched,
+        among_launched=facts.among_launched,
         cores=facts.cores,
         ranks_here=facts.ranks_here,
     )
@@ -324,7 +332,7 @@ def detect(ranks: "Ranks") -> Facts:
         local_world_size=ranks.local_world_size,
         ranks_here=ranks.ranks_here,
         hosts=ranks.hosts,
-        launched="TORCHELASTIC_RUN_ID" in os.environ,
+        among_launched=among_launched(ranks.local_world_size),
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
         choice=ranks.choice,
         interface_bits=network.speed_bits(ranks.choice.interface) if ranks.choice else None,

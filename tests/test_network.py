@@ -17,7 +17,7 @@ from recsys.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIMIT_S = 120
-NET, HEAD, OTHER = "10.78.0", "rn1", "rn2"
+NET, HEAD, OTHER = "10.78.0", f"rn{os.getpid()}a", f"rn{os.getpid()}b"
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_speed_and_infiniband_are_what_the_drivers_tell(tmp_path, monkeypatch):
 def test_a_resolver_that_hangs_is_given_up_while_others_answer(monkeypatch):
     real = socket.getaddrinfo
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda name, *a, **k: time.sleep(60) if name == "slow" else real(name, *a, **k)
+        socket, "getaddrinfo", lambda name, *a, **k: time.sleep(60) or [] if name == "slow" else real(name, *a, **k)
     )
     start_s = time.monotonic()
     slow, known, unknown = network.resolve(["slow", "localhost", "absent.invalid"], timeout_s=0.5)
@@ -298,5 +298,5 @@ def test_doctor_on_a_host_of_two_networks_shows_the_one_with_the_others(hosts):
         shown[name, len(others)] = done.stdout
     assert f"between hosts   eth0 {NET}.2, 10 Gb/s (route to {OTHER})" in shown[HEAD, 2]
     assert f"between hosts   eth0 {NET}.3, 10 Gb/s (route to {HEAD})" in shown[OTHER, 2]
-    assert "between hosts   away0 10.79.0.2, 10 Gb/s (default route, since rn1 is 127.0.1.1 here)" in shown[HEAD, 0]
+    assert f"away0 10.79.0.2, 10 Gb/s (default route, since {HEAD} is 127.0.1.1 here)" in shown[HEAD, 0]
     assert f"warning: {HEAD} is loopback here" in shown[HEAD, 2]

@@ -33,7 +33,7 @@ FLEET = Facts(
     local_world_size=8,
     ranks_here=8,
     hosts=("n1", "n2", "n3", "n4"),
-    launched=True,
+    among_launched=True,
     omp_threads="1",
     choice=BETWEEN,
     interface_bits=25e9,
@@ -61,7 +61,7 @@ def chosen(facts: Facts, *overrides: str) -> strategy.Strategy:
 
 
 def test_a_box_without_gpu_shares_its_quota_of_cores_and_memory_between_its_ranks():
-    facts = Facts(cores=6, memory_bytes=12 * GB, world_size=3, local_world_size=3, ranks_here=3, launched=True)
+    facts = Facts(cores=6, memory_bytes=12 * GB, world_size=3, local_world_size=3, ranks_here=3, among_launched=True)
     found = chosen(dataclasses.replace(facts, omp_threads="1"))
     assert (found.device, found.backend, found.threads_per_rank, found.host_cache) == ("cpu", "gloo", 2, False)
     assert found.cluster.machine.memory_bytes == 4 * GB and found.cluster.nodes == 1
@@ -88,7 +88,7 @@ def test_two_consumer_gpus_without_a_launcher_use_one_and_say_how_to_use_both():
     found = chosen(DESK)
     assert (found.device, found.ranks_that_fit) == ("cuda", 2)
     assert "2 GPUs, one in use; start with torchrun --nproc-per-node 2" in found.lines[1]
-    both = chosen(dataclasses.replace(DESK, world_size=2, local_world_size=2, ranks_here=2, launched=True))
+    both = chosen(dataclasses.replace(DESK, world_size=2, local_world_size=2, ranks_here=2, among_launched=True))
     assert "in use" not in both.lines[1]
     assert both.cluster.machine.intra_bandwidth == both.cluster.machine.host_bandwidth, "PCIe is no NVLink"
 
@@ -133,7 +133,7 @@ def test_pinned_memory_has_no_effect_on_cpu_and_the_line_says_so():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "omp", "launched", "threads"),
+    ("wanted", "omp", "among_launched", "threads"),
     [
         (None, None, False, 4),
         (None, "1", True, 4),  # torchrun's own default
@@ -144,9 +144,16 @@ def test_pinned_memory_has_no_effect_on_cpu_and_the_line_says_so():
         (5, "3", True, 5),
     ],
 )
-def test_threads_are_cores_over_local_ranks_unless_somebody_says_otherwise(wanted, omp, launched, threads):
-    assert strategy.threads_of(wanted, omp, launched=launched, cores=8, ranks_here=2)[0] == threads
-    assert strategy.threads_of(None, None, launched=True, cores=2, ranks_here=4)[0] == 1
+def test_threads_are_cores_over_local_ranks_unless_somebody_says_otherwise(wanted, omp, among_launched, threads):
+    assert strategy.threads_of(wanted, omp, among_launched=among_launched, cores=8, ranks_here=2)[0] == threads
+    assert strategy.threads_of(None, None, among_launched=True, cores=2, ranks_here=4)[0] == 1
+
+
+def test_one_thread_is_torchruns_own_word_only_where_a_node_has_several_processes(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert [strategy.among_launched(n) for n in (1, 2)] == [False, True]
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not strategy.among_launched(2)
 
 
 def test_a_model_that_was_trained_on_gpus_is_read_where_there_are_none():
