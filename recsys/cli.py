@@ -209,11 +209,19 @@ def changes(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[HOST ...]", help="With --network: the job's hosts, first node first."),
+    ] = None,
+    network: Annotated[bool, typer.Option("--network", help="How ranks of several hosts reach each other.")] = False,
+) -> None:
     """Installed and supported versions, devices, threads; exit code 1 when something does not fit."""
-    from recsys.doctor import report
+    from recsys.doctor import network_report, report
 
-    text, ok = report()
+    if hosts and not network:
+        raise UserError("Hosts are looked at with --network", received=" ".join(hosts), fix="add --network")
+    text, ok = network_report(hosts or []) if network else report()
     print(text)
     if not ok:
         raise typer.Exit(1)

@@ -196,27 +196,43 @@ def _device_of(device: str | None, machine: str | None) -> str:
 
 
 def cluster_here(
-    world_size: int, local_world_size: int, *, gpu: tuple[str, int] | None = None, memory: str | None = None
+    world_size: int,
+    local_world_size: int,
+    *,
+    gpu: tuple[str, int] | None = None,
+    memory: str | None = None,
+    host_bytes: int | None = None,
+    ranks_here: int | None = None,
+    has_nvlink: bool = True,
+    inter_bandwidth: float | None = None,
 ) -> Cluster:
     """The cluster that this process is a rank of.
 
     Args:
         world_size: Number of ranks.
-        local_world_size: Ranks on this host.
+        local_world_size: Ranks of a node.
         gpu: Name and memory of this rank's GPU in bytes; None on CPU.
         memory: In place of what was found, as in `train.memory_per_rank`.
+        host_bytes: Memory that the ranks of this host may use; None: what is found.
+        ranks_here: Ranks that share this host, where they are more than those of a node.
+        has_nvlink: False where PCIe connects the GPUs of a node.
+        inter_bandwidth: In place of the assumed one.
     """
-    whole = usable_memory_bytes()
-    share = whole // local_world_size
+    whole, sharing = usable_memory_bytes() if host_bytes is None else host_bytes, ranks_here or local_world_size
+    share = whole // sharing
     if gpu is None:
         machine = dataclasses.replace(MACHINES["cpu"], memory_bytes=share, host_memory_bytes=share)
-        notes = [f"This host may use {format_bytes(whole)}, {format_bytes(share)} for each of {local_world_size} ranks"]
+        notes = [f"This host may use {format_bytes(whole)}, {format_bytes(share)} for each of {sharing} ranks"]
     else:
         name, total = gpu
         likely = [key for key in MACHINES if key.split("-")[0] in name.lower()]
         nearest = min(likely or [_ASSUMED_GPU], key=lambda key: abs(MACHINES[key].memory_bytes - total))
         machine = dataclasses.replace(MACHINES[nearest], memory_bytes=total, host_memory_bytes=share)
         notes = [f"{name} with {format_bytes(total)}; bandwidths {'' if likely else 'assumed '}as of {nearest}"]
+        if not has_nvlink:
+            machine = dataclasses.replace(machine, intra_bandwidth=machine.host_bandwidth)
+    if inter_bandwidth is not None:
+        machine = dataclasses.replace(machine, inter_bandwidth=inter_bandwidth)
     if memory is not None:
         machine = dataclasses.replace(machine, memory_bytes=parse_bytes(memory, "train.memory_per_rank"))
         notes.append(f"train.memory_per_rank allows {format_bytes(machine.memory_bytes)}")

@@ -6,21 +6,26 @@ import datetime
 import functools
 import itertools
 import os
+import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from recsys import network, strategy
 from recsys.errors import UserError
 from recsys.machine import keep_freed_memory, usable_cores
 from recsys.presence import Presence, raise_terminated
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,9 @@ class Ranks:
         local_world_size: Processes on this host.
         device: Where this rank computes.
         presence: Tells the others where this rank stands; None where there are no others.
+        hosts: Names of all hosts of the job, in the order of ranks.
+        ranks_here: Ranks on this host.
+        choice: Network interface through which the hosts reach each other; None for a single one.
     """
 
     rank: int
@@ -40,6 +48,9 @@ class Ranks:
     local_world_size: int
     device: torch.device
     presence: Presence | None = None
+    hosts: tuple[str, ...] = (socket.gethostname(),)
+    ranks_here: int = 1
+    choice: network.Choice | None = None
 
     def at(self, place: str) -> None:
         """Note where this rank stands, such as `step 37`, for the error that other ranks get without it."""
@@ -63,31 +74,33 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         timeout_s: A collective that waits longer ends the job.
 
     Raises:
-        UserError: `cuda` was asked for and there is none; or other ranks did not take part in a collective.
+        UserError: There are fewer GPUs than ranks, or none where `cuda` was asked for; hosts cannot reach each other;
+            other ranks did not take part in a collective.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "train.device asks for CUDA", received="no CUDA device", allowed="auto, cpu", fix="set train.device=auto"
-        )
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     rank, world_size = _launched("RANK", 0), _launched("WORLD_SIZE", 1)
     local_rank, local_world_size = _launched("LOCAL_RANK", 0), _launched("LOCAL_WORLD_SIZE", world_size)
-    default = "1" if launched else ""  # torchrun sets one thread per rank where nobody has set a number
-    if threads is None and os.environ.get("OMP_NUM_THREADS", default) == default:
-        threads = max(1, usable_cores() // local_world_size)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    own: dist.Store | None = None
+    if "RANK" in os.environ:
+        own = dist.PrefixStore(f"group_{next(_groups)}", store())
+    kind, hosts, ranks_here, choice = _surroundings(device, local_world_size, own, rank, world_size)
+    cuda = kind == "cuda"
+    torch.set_num_threads(
+        strategy.threads_of(
+            threads,
+            os.environ.get("OMP_NUM_THREADS"),
+            among_launched=strategy.among_launched(local_world_size),
+            cores=usable_cores(),
+            ranks_here=ranks_here,
+        )[0]
+    )
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         # NCCL's own watchdog ends the process without a word: it comes second.
         timeout = datetime.timedelta(seconds=timeout_s + (_AFTER_PRESENCE_S if cuda else 0))
-        backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
+        backend = strategy.backend_of(kind)
         if cuda:
             torch.cuda.set_device(local_rank)
-        own: dist.Store | None = None
-        if "RANK" in os.environ:
-            own = dist.PrefixStore(f"group_{next(_groups)}", store())
+        if own is not None:
             dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(
@@ -97,10 +110,74 @@ def process_group(device: str = "auto", *, threads: int | None = None, timeout_s
         stack.callback(_forget_nodes)
         presence = stack.enter_context(_present(own, rank, world_size, timeout_s)) if own and world_size > 1 else None
         own_device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-        yield Ranks(rank, world_size, local_world_size, own_device, presence)
+        yield Ranks(rank, world_size, local_world_size, own_device, presence, hosts, ranks_here, choice)
 
 
 _AFTER_PRESENCE_S = 60.0
+
+
+def _surroundings(
+    device: str, local_world_size: int, store: dist.Store | None, rank: int, world_size: int
+) -> tuple[str, tuple[str, ...], int, network.Choice | None]:
+    """Device, names of all hosts, ranks on this one, and the way to the others; told before there is a group.
+
+    Launchers cannot tell whether two of them were started on one host, where loopback is right, or on two.
+    """
+    identity = network.identity()
+
+    def look() -> tuple[str, tuple[str, ...], str | None]:
+        kind = strategy.device_of(device, len(strategy.gpus()), local_world_size)
+        network.require_named(nccl=kind == "cuda")
+        head = network.toward(os.environ["MASTER_ADDR"]) if world_size > 1 else None
+        return kind, identity, head.address if head and not head.is_loopback else None
+
+    seen = _told("seen", look, store, rank, world_size)
+    if len({kind for kind, _, _ in seen}) > 1:
+        ranks_of = {kind: [number for number, one in enumerate(seen) if one[0] == kind] for kind, _, _ in seen}
+        error = UserError(
+            "Some ranks compute on GPUs and others do not",
+            received="; ".join(f"{kind}: ranks {', '.join(map(str, some))}" for kind, some in ranks_of.items()),
+            fix="give all nodes GPUs, or set train.device=cpu",
+        )
+        error.is_printed_here = rank == 0
+        raise error
+    identities = [one for _, one, _ in seen]
+    choice = None
+    if len(set(identities)) > 1:
+        others = [address for _, one, address in seen if address is not None and one != identity]
+        chosen = _told("way", lambda: network.choose(os.environ["MASTER_ADDR"], others), store, rank, world_size)
+        choice = chosen[rank]
+        network.use(choice)
+    hosts = tuple(name for name, *_ in dict.fromkeys(identities))
+    return seen[rank][0], hosts, identities.count(identity), choice
+
+
+def _told(what: str, look: Callable[[], _T], store: dist.Store | None, rank: int, world_size: int) -> list[_T]:
+    """What each rank finds, in rank order, on every rank, before there is a group; one's error is that of all."""
+    if store is None:
+        return [look()]
+    try:
+        found: Any = look()
+    except UserError as error:
+        found = error
+    store.set(f"{what}/{rank}", pickle.dumps(found))  # type: ignore[arg-type]  # the stub knows of text alone
+    absent = 0
+    try:
+        if rank == 0:
+            everything = []
+            for absent in range(world_size):
+                everything.append(pickle.loads(store.get(f"{what}/{absent}")))
+            store.set(what, pickle.dumps(everything))  # type: ignore[arg-type]
+        else:
+            everything = pickle.loads(store.get(what))
+    except dist.DistError as error:
+        raise _absent(str(absent), store) from error
+    for other, one in enumerate(everything):
+        if isinstance(one, UserError):
+            shared = UserError(f"Rank {other} of {world_size}: {one}") if world_size > 1 else one
+            shared.is_printed_here = rank == 0
+            raise shared
+    return everything
 
 
 @contextlib.contextmanager

@@ -5,16 +5,19 @@ may end its process instead of raising.
 """
 
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import recsys
-from recsys import machine, stack
+from recsys import machine, network, stack, strategy
 from recsys.errors import UserError
 
 _LOAD_TIMEOUT_S = 300
@@ -52,6 +55,59 @@ def report(device: stack.Device | None = None, *, strict: bool = False) -> tuple
     return "\n".join(lines), ok
 
 
+def network_report(hosts: Sequence[str] = ()) -> tuple[str, bool]:
+    """Look at how ranks of several hosts would reach each other from here; a resolver that hangs takes 5 s.
+
+    Args:
+        hosts: Names or addresses of the job's hosts, the first one being where ranks meet; none: those of the job that
+            this process runs in.
+
+    Returns:
+        The text to print, and whether all names resolve and there is an interface.
+    """
+    names, own = list(hosts) or network.job_hosts(), socket.gethostname()
+    lines = [f"network of {own}"]
+    lines += [
+        _row(one.name, one.address) + ", loopback" * one.is_loopback + ", down" * (not one.is_up)
+        for one in network.interfaces()
+    ]
+    lines += [_row(name, os.environ.get(name, "not set")) for name in (network.GLOO, network.NCCL)]
+    errors: list[str] = []
+    warnings: list[str] = []
+    resolved = network.resolve(list(dict.fromkeys([own, *names])))
+    known = [found.name for found in resolved if found.addresses and found.name in names] or [own]
+    must = True
+    try:
+        network.require_named(nccl=True)
+        must = len(names) > 1
+        choice = network.choose(known[0], known[1:])
+        speed = network.speed_bits(choice.interface)
+        rate = f", {speed / 1e9:g} Gb/s" if speed else ""
+        lines.append(_row("between hosts", f"{choice.interface} {choice.address}{rate} ({choice.why})"))
+    except UserError as error:
+        lines.append(_row("between hosts", "none"))
+        (errors if must else warnings).append(str(error))
+    if infiniband := network.infiniband_bits():
+        lines.append(_row("InfiniBand", f"{infiniband / 1e9:g} Gb/s"))
+    for found in resolved:
+        time_ms = f"in {1000 * found.elapsed_s:.1f} ms"
+        lines.append(_row(found.name, f"{', '.join(found.addresses)} {time_ms}" if found.addresses else "no address"))
+        if found.problem and found.name in names:
+            errors.append(f"{found.name} does not resolve: {found.problem}")
+        elif _all_loopback(found.addresses) and found.name == own:
+            warnings.append(f"{own} is loopback here, which gloo would take by itself; recsys names an interface to it")
+        elif _all_loopback(found.addresses) and len(names) > 1:
+            warnings.append(f"{found.name} is loopback here, so that nobody elsewhere answers to that name")
+    if not names:
+        lines.append("Other hosts are not known here: recsys doctor --network HOST HOST ..., the first node first")
+    lines += [f"error: {error}" for error in errors] + [f"warning: {warning}" for warning in warnings]
+    return "\n".join(lines), not errors
+
+
+def _all_loopback(addresses: Sequence[str]) -> bool:
+    return bool(addresses) and all(ipaddress.ip_address(one.split("%")[0]).is_loopback for one in addresses)
+
+
 def _software(device: stack.Device, facts: dict) -> list[str]:
     python_requires = _python_requires()
     rows = [
@@ -72,8 +128,11 @@ def _machine(facts: dict) -> list[str]:
     # Version 1 of control groups writes "no limit" as a number near 2**63, so only a limit below the total counts.
     limited = f", limit {limit_gib:.1f} GiB" if limit_gib < total_gib else ""
     omp = os.environ.get("OMP_NUM_THREADS", "not set")
+    devices = facts.get("devices", [])
+    several = [_row("", strategy.unused_gpus(len(devices)))] if len(devices) > 1 and "RANK" not in os.environ else []
     return [
-        _row("devices", ", ".join(facts.get("devices", [])) or "no GPU"),
+        _row("devices", ", ".join(devices) or "no GPU"),
+        *several,
         _row("cores", f"{cores} usable of {os.cpu_count()}" + (f", quota {quota:g}" if quota else "")),
         _row("threads", f"torch {facts.get('threads', '?')}, OMP_NUM_THREADS {omp}"),
         _row("memory", memory + limited),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys import communication, models, optim, sharding
+from recsys import communication, models, optim, sharding, strategy
 from recsys.data.batch import Batch
 from recsys.data.encoded import EncodedRows
 from recsys.data.epoch import Epoch
@@ -80,6 +80,7 @@ class Data:
         """
         self.recipe, self.encoder, self.ranks, self.labelled = recipe, encoder, ranks, labelled
         self.num_counted: int | None = None
+        self._placement = strategy.batches_of(recipe.train, ranks.device.type)
         self.sets = {split: ParquetData(path) for split, path in (paths or recipe.paths).items()}
         problems = [
             p
@@ -127,8 +128,8 @@ class Data:
     def batches(self, reader: Reader, epochs: Iterable[int | Epoch] = (0,)) -> Prefetcher[Batch]:
         """Batches of some epochs, weighted for the mean over the global batch.
 
-        One background thread reads and encodes, the next epoch while this one ends and the model is evaluated. Putting
-        a batch together is quick next to a step on the CPU; where a GPU steps, a second thread does it.
+        One background thread reads and encodes, the next epoch while this one ends and the model is evaluated; where a
+        GPU steps, a second thread puts batches together.
         """
         encode = functools.partial(self.encoder.encode_rows, labelled=self.labelled)
         plans = (reader.epoch(epoch) if isinstance(epoch, int) else epoch for epoch in epochs)
@@ -138,7 +139,7 @@ class Data:
             for step, rows in enumerate(reader.steps(plan, encode), plan.start_step)
         )
         batches = Prefetcher(steps, finish=functools.partial(self._batch, reader), depth=reader.depth)
-        return Prefetcher(batches) if self.ranks.device.type == "cuda" else batches
+        return Prefetcher(batches) if self._placement.threads > 1 else batches
 
     def _batch(self, reader: Reader, step: tuple[list[int], Step[EncodedRows]]) -> Batch:
         by_rank, rows = step[0], step[1].rows()
@@ -148,7 +149,7 @@ class Data:
         batch.weights = rows.counted * (self.ranks.world_size / num_rows)
         if self.ranks.world_size > 1:
             batch.pad_bags(max(by_rank))
-        return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
+        return batch.pin_memory() if self._placement.pinned else batch
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ from recsys.plan import HOST_CACHED, Plan, TablePlan
 from recsys.plan_costs import MemoryEstimator, Reservation, TimeEstimator, dense_of, optimizer_of, topology_of
 from recsys.plan_misfit import fits, frugal, misfit, no_room, overfull
 from recsys.recipe import Recipe
+from recsys.strategy import kinds_of
 from recsys.table_settings import KINDS
 
 _TYPES = {kind: ShardingType["GRID_SHARD" if kind == "grid" else kind.upper()].value for kind in KINDS}
@@ -214,15 +215,14 @@ class Planner:
     def _kinds(self, name: str, anyhow: bool) -> list[str]:
         """The kinds that the planner may choose from, where the recipe leaves it to the planner."""
         possible = self._possible(name)
-        if self.cluster.world_size == 1:
-            # nothing to split: a replica would only lose the fused kernel
-            return ["table_wise"] if "table_wise" in possible else possible
+        everything = kinds_of(self.cluster.world_size, self.cluster.nodes)
         weight = self._weights[name]
-        rows = ["row_wise", "table_row_wise"] if self.cluster.nodes > 1 else ["row_wise"]
+        if weight.shape[1] < 2 * _MIN_COLUMNS:
+            everything = tuple(kind for kind in everything if kind != "column_wise")
+        rows = [kind for kind in everything if kind.endswith("row_wise")]
         size = weight.numel() * weight.element_size()
-        everything = ["data_parallel", "table_wise", *rows]
-        everything += ["column_wise"] if weight.shape[1] >= 2 * _MIN_COLUMNS else []
-        if anyhow:
+        wanted: Sequence[str]
+        if anyhow or self.cluster.world_size == 1:
             wanted = everything
         elif size > _LARGE_SHARE * self.cluster.plannable_bytes:
             wanted = rows

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
-from recsys import checkpoint, scoring
+from recsys import checkpoint, scoring, strategy
 from recsys.data import columns
 from recsys.data.parquet import ParquetData
 from recsys.distributed import agreed, alike_on_host, broadcast, process_group
@@ -88,8 +87,7 @@ def _loaded(run: str, data_path: str | None, target: str | None, *, labelled: bo
         data_path = recipe.paths.get("test") if data_path is None else data_path
         if not data_path:
             raise UserError("The recipe of this run names no test set", received="data.test: null", fix="use --data")
-    # A model trained on GPUs may be read where there are none.
-    device = "auto" if recipe.train.device == "cuda" and not torch.cuda.is_available() else recipe.train.device
+    device = strategy.device_to_read_with(recipe.train.device, len(strategy.gpus()))
     with process_group(device, threads=recipe.train.threads_per_rank, timeout_s=recipe.train.timeout_s) as ranks:
         with agreed("output"):
             if target is not None and ranks.rank == 0:

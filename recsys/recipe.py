@@ -92,6 +92,8 @@ class TrainSettings(Settings):
     """Normalisation layers see the batches of all ranks, so that N ranks train as one. False saves the exchange."""
     pipeline: Literal["auto", "plain", "sparse_dist"] = "auto"
     """`sparse_dist` overlaps the exchange of the next batch's ids with this step; `auto` does so on CUDA."""
+    pin_memory: bool | None = None
+    """Batches wait for their GPU in pinned host memory, from where they are copied beside a step; None: on CUDA."""
     plan: Text | None = None
     """Plan file (a run's `plan.json`, or from `recsys plan --json`) to spread the tables by; None: plan anew."""
     memory_per_rank: Annotated[Text, pydantic.AfterValidator(size_text)] | None = None

@@ -364,8 +364,10 @@ def _plan_table(plan: Mapping[str, Any]) -> str:
 def _environment(environment: Mapping[str, Any]) -> str:
     if not environment:
         return _absent("environment.json")
+    shown = {**environment, "strategy": "\n".join(environment.get("strategy", {}).get("lines", []))}
     rows = [
-        [html.escape(key), html.escape(value if isinstance(value, str) else json.dumps(value))]
-        for key, value in environment.items()
+        [html.escape(key), html.escape(value if isinstance(value, str) else json.dumps(value)).replace("\n", "<br>")]
+        for key, value in shown.items()
+        if value != ""
     ]
     return _table(["what", "value"], rows, texts=["what", "value"])

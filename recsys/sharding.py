@@ -18,7 +18,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recsys.cluster import Cluster, cluster_here
+from recsys import strategy
+from recsys.cluster import Cluster
 from recsys.communication import Registry
 from recsys.distributed import Ranks, agreed, broadcast, gather
 from recsys.embedding import Embeddings, initial_rows, stored_name, table_of_parameter
@@ -32,11 +33,7 @@ _ROWS_AT_ONCE = 65_536
 
 def cluster_of_ranks(ranks: Ranks, memory: str | None = None) -> Cluster:
     """The cluster as it is seen from this rank; `memory` is that of `train.memory_per_rank`."""
-    gpu = None
-    if ranks.device.type == "cuda":
-        found = torch.cuda.get_device_properties(ranks.device)
-        gpu = (found.name, found.total_memory)
-    return cluster_here(ranks.world_size, ranks.local_world_size, gpu=gpu, memory=memory)
+    return strategy.cluster_of(strategy.detect(ranks), ranks.device.type, memory, ranks.device.index or 0)
 
 
 def agreed_plan(model: nn.Module, recipe: Recipe, ranks: Ranks, *, trains: bool = True) -> Plan:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
 
-from recsys import checkpoint, communication, metrics, optim, report, resumption, scoring, vectors
+from recsys import checkpoint, communication, metrics, optim, report, resumption, scoring, strategy, vectors
 from recsys.data.batch import Batch
 from recsys.data.epoch import Epoch
 from recsys.data.reader import Prefetcher, Reader
@@ -122,13 +122,15 @@ def _train(job: Job, data: Data, folder: RunFolder, learnt: Survey, place: Place
     plans = [resumption.epoch_of(reader, progress, number) for number in epochs]
     with contextlib.closing(data.batches(reader, plans)) as batches, Interruption(job.ranks) as interruption:
         run = _Training(job, data, folder, learnt, reader, optimizer, progress, batches, interruption)
+        chosen = strategy.choose(strategy.detect(job.ranks), job.recipe)
         facts = environment(job.ranks, torch.get_num_threads())
+        facts["strategy"] = chosen.to_json()
         facts["data_fingerprints"] = {split: found.fingerprint() for split, found in data.sets.items()}
         facts["optimizers"] = job.describe_optimizers()
         facts["communication"] = job.describe_communication()
         folder.write_json("environment.json", facts)
         folder.write_json("plan.json", job.describe_plan())
-        _describe_start(job, data, folder, learnt)
+        _describe_start(job, data, folder, learnt, chosen)
         _store(learnt, folder)
         final = run.run(plans)
         with agreed("report"):
@@ -149,19 +151,12 @@ def _store(learnt: Survey, folder: RunFolder) -> None:
             shutil.copyfile(vocabulary.path, folder.vocabularies / vocabulary.path.name)
 
 
-def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey) -> None:
+def _describe_start(job: Job, data: Data, folder: RunFolder, learnt: Survey, chosen: strategy.Strategy) -> None:
     rows = ", ".join(f"{split} {found.num_rows:,}" for split, found in data.sets.items())
     log.info("Run folder %s", folder.path)
-    log.info(
-        "%d rank(s) on %s, %d thread(s) each; rows: %s",
-        job.ranks.world_size,
-        job.ranks.device.type,
-        torch.get_num_threads(),
-        rows,
-    )
-    overlaps = "yes" if pipelined(job) else "no"
-    pipeline = job.recipe.train.pipeline
-    log.info("Ids of the next batch exchanged during a step: %s (train.pipeline=%s)", overlaps, pipeline)
+    for line in chosen.lines:
+        log.info("%s", line)
+    log.info("Rows: %s", rows)
     for line in job.plan.summary():
         log.info("%s", line)
     for sentence in optim.sentences(job.describe_optimizers()):
@@ -394,6 +389,4 @@ class _Training:
 
 def pipelined(job: Job) -> bool:
     """Whether the exchange of ids overlaps with the step before."""
-    return job.recipe.train.pipeline == "sparse_dist" or (
-        job.recipe.train.pipeline == "auto" and job.ranks.device.type == "cuda"
-    )
+    return strategy.batches_of(job.recipe.train, job.ranks.device.type).overlaps

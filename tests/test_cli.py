@@ -26,7 +26,7 @@ SURFACE = {
     "vocab": {"--output", "--grow", "--json"},
     "predict": {"--data", "--output"},
     "changes": {"--output", "--step"},
-    "doctor": set(),
+    "doctor": {"--network"},
 }
 
 

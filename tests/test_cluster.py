@@ -3,6 +3,7 @@
 Runs with `-m cluster`; needs root, and on Debian `apt-get install slurm-wlm munge iproute2`.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -143,6 +144,8 @@ def test_two_nodes_train_what_two_ranks_of_one_host_do_and_torchx_shows_it(slurm
     assert _differences(recipe.parent / "whole", recipe.parent / "slurm") == []
     logs = recipe.parent / "slurm" / "logs"
     assert sorted(folder.name for folder in logs.iterdir()) == ["tn1", "tn2"]
+    facts = json.loads((recipe.parent / "slurm" / "environment.json").read_text())["strategy"]["facts"]
+    assert facts["hosts"] == ["tn1", "tn2"] and facts["choice"]["interface"] == "eth0"
     job = {"slurm://torchx/JOB": handle}
     assert guide("torchx status slurm", **job).count("SUCCEEDED") == 3
     assert "Best epoch 4" in guide("torchx log --streams stdout slurm", **job)
