@@ -4,23 +4,26 @@
 
 Every FROM is a tree that debootstrap makes (so the base image is Debian's own Python of the same version, not that of
 the file), every RUN runs there by chroot, every COPY copies. Then, as the image's user: the health check, the image's
-command and a small training on two ranks. Needs root, debootstrap, and some 6 GB; Linux only. The CPU image alone: what
-a GPU needs is several GB large, and there is none here to try it with.
+command and a small training on two ranks. Needs root, debootstrap, unshare, and some 6 GB; Linux only. The CPU image
+alone: what a GPU needs is several GB large, and there is none here to try it with.
+
+All of that happens in mount and process namespaces of its own. Nothing outside sees the mounts, so that removing the
+trees never reaches this machine's own files through them. At the end, an error, SIGTERM and the time limit included,
+no process and no tree is left; after SIGKILL the steps go on, and the trees stay.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
 import shlex
 import shutil
+import signal
 import string
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -28,7 +31,9 @@ DOCKERFILE = ROOT / "docker" / "Dockerfile"
 _BASE = "python:3.11-slim-bookworm"
 _PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 _LIMIT_S = 1800
-_MOUNTS = ("/proc", "/dev", "/sys")
+_MOUNTS = ("/dev", "/dev/shm", "/sys")
+_FILES = (pathlib.Path("/etc/resolv.conf"), pathlib.Path("/etc/hosts"))  # an engine gives both
+_NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 _TRAINING = (
     "python - <<'END'\n"
     "from recsys.data.prepare import prepare\n"
@@ -142,20 +147,39 @@ class Tree:
 def main(arguments: list[str] | None = None) -> None:
     """Build and try the CPU image."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, help="for the trees; default: a temporary one")
+    parser.add_argument("--folder", type=pathlib.Path, help="new one, for the trees; default: a temporary one")
     parser.add_argument("--keep", action="store_true", help="leave the trees there")
+    parser.add_argument("--inside", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if os.geteuid() or not shutil.which("debootstrap"):
-        sys.exit("Needs root and debootstrap: apt-get install debootstrap")
+    if options.inside:
+        return _build_and_try(options.inside)
+    missing = [name for name in ("debootstrap", "unshare") if not shutil.which(name)]
+    if os.geteuid() or missing:
+        sys.exit("Needs root, debootstrap and unshare: apt-get install debootstrap util-linux")
+    if options.folder and options.folder.exists():
+        sys.exit(f"{options.folder} exists, and would be removed at the end; name a new folder")
     folder = options.folder or pathlib.Path(tempfile.mkdtemp(prefix="container-"))
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
+    # Python ends on SIGTERM without cleaning up, unless it is an exception.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        _build_and_try(folder)
+        inside = [sys.executable, "-m", "scripts.check_container", "--inside", str(folder.resolve())]
+        code = subprocess.run([*_NAMESPACES, *inside], timeout=_LIMIT_S, cwd=ROOT).returncode
+        if code:
+            sys.exit(code)
+        size, ours = (_megabytes(folder / "image" / part) for part in ("", "opt/recsys"))
+        print(f"The image's tree has {size} MB, of which /opt/recsys {ours} MB")
+    except subprocess.TimeoutExpired:
+        sys.exit(f"Not done after {_LIMIT_S} s")
     finally:
         if not options.keep:
             shutil.rmtree(folder)
     print(f"All steps, the health check and a training passed in {time.monotonic() - start_s:.0f} s")
+
+
+def _megabytes(path: pathlib.Path) -> int:
+    return int(subprocess.check_output(["du", "-sm", path], text=True).split()[0])
 
 
 def _build_and_try(folder: pathlib.Path) -> None:
@@ -165,26 +189,23 @@ def _build_and_try(folder: pathlib.Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
     pip, shared = _way_to_packages()
     stages: dict[str, Tree] = {}
-    with contextlib.ExitStack() as mounts:
-        tree = Tree(base, pip)
-        for step in steps(DOCKERFILE.read_text(encoding="utf-8")):
-            if step.name == "FROM":
-                if step.words[0] != _BASE:
-                    raise ValueError(f"The base is {step.words[0]}; known here is {_BASE}")
-                name = step.words[2] if len(step.words) > 2 else "image"
-                tree = stages[name] = Tree(folder / name, pip)
-                subprocess.run(["cp", "-a", base, tree.folder], check=True)
-                mounts.enter_context(_mounted(tree.folder, shared))
-                continue
-            print(f"{step.name} {' '.join(step.words)[:100]}", flush=True)
-            tree.execute(step, stages)
-        for command in (tree.health, tree.command, ["torchrun", "--help"], ["bash", "-c", _TRAINING]):
-            print(f"as user {tree.user}: {' '.join(command)[:100]}", flush=True)
-            tree.run(command)
-        tree.run(["bash", "-c", "test -s /shared/runs/check/metrics.json && test $(id -u) = 10001"])
-    size = int(subprocess.check_output(["du", "-sm", folder / "image"]).split()[0])
-    ours = int(subprocess.check_output(["du", "-sm", folder / "image" / "opt" / "recsys"]).split()[0])
-    print(f"The image's tree has {size} MB, of which /opt/recsys {ours} MB")
+    tree = Tree(base, pip)
+    for step in steps(DOCKERFILE.read_text(encoding="utf-8")):
+        if step.name == "FROM":
+            if step.words[0] != _BASE:
+                raise ValueError(f"The base is {step.words[0]}; known here is {_BASE}")
+            name = step.words[2] if len(step.words) > 2 else "image"
+            tree = stages[name] = Tree(folder / name, pip)
+            subprocess.run(["cp", "-a", base, tree.folder], check=True)
+            _mount(tree.folder, shared)
+            continue
+        print(f"{step.name} {' '.join(step.words)[:100]}", flush=True)
+        tree.execute(step, stages)
+    tried = [["recsys", "--help"], ["torchrun", "--help"], ["bash", "-c", _TRAINING]]
+    for command in (tree.health, tree.command, *tried):
+        print(f"as user {tree.user}: {' '.join(command)[:100]}", flush=True)
+        tree.run(command)
+    tree.run(["bash", "-c", "test -s /shared/runs/check/metrics.json && test $(id -u) = 10001"])
 
 
 def _mirror() -> str:
@@ -208,24 +229,21 @@ def _way_to_packages() -> tuple[dict[str, str], list[pathlib.Path]]:
     return found, sorted({path for path in paths if path.is_absolute() and path.exists()})
 
 
-@contextlib.contextmanager
-def _mounted(tree: pathlib.Path, shared: list[pathlib.Path]) -> Iterator[None]:
-    """The kernel's file systems and what pip needs of this machine, for as long as the context lasts."""
-    done: list[pathlib.Path] = []
-    try:
-        for source in [*map(pathlib.Path, _MOUNTS), *shared, pathlib.Path("/etc/resolv.conf")]:
-            target = tree / str(source.resolve() if source in shared else source).lstrip("/")
-            if source.is_dir():
-                target.mkdir(parents=True, exist_ok=True)
-            else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.touch()
-            subprocess.run(["mount", "--bind", source, target], check=True)
-            done.append(target)
-        yield
-    finally:
-        for target in reversed(done):
-            subprocess.run(["umount", "--lazy", target], check=True)
+def _mount(tree: pathlib.Path, shared: list[pathlib.Path]) -> None:
+    """The kernel's file systems, and read-only what pip and the network need of this machine; for as long as we run."""
+    read_only = [*shared, *_FILES]
+    for source in [*map(pathlib.Path, _MOUNTS), *read_only]:
+        target = tree / str(source.resolve() if source in shared else source).lstrip("/")
+        if source.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        elif not target.exists():  # it does in a folder that is mounted already
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+        subprocess.run(["mount", "--bind", source, target], check=True)
+        if source in read_only:
+            subprocess.run(["mount", "-o", "remount,bind,ro", target], check=True)
+    # That of this process namespace, not the machine's.
+    subprocess.run(["mount", "-t", "proc", "proc", tree / "proc"], check=True)
 
 
 if __name__ == "__main__":

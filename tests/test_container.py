@@ -3,12 +3,13 @@
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from scripts.check_container import _BASE, DOCKERFILE, Tree, steps
+from scripts.check_container import _BASE, DOCKERFILE, Tree, main, steps
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = steps(DOCKERFILE.read_text())
@@ -91,3 +92,18 @@ def test_commands_of_the_recipe_are_words_that_a_shell_understands():
     for words in of("RUN"):
         subprocess.run(["bash", "-n", "-c", words[0]], check=True)
         assert shlex.split(words[0])
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
+def test_the_linter_of_dockerfiles_finds_nothing():
+    done = subprocess.run(["hadolint", "--no-color", DOCKERFILE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_folder_that_exists_is_refused_and_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "mine").touch()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    with pytest.raises(SystemExit, match="name a new folder"):
+        main(["--folder", str(tmp_path)])
+    assert (tmp_path / "mine").exists()
