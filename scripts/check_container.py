@@ -29,6 +29,7 @@ _BASE = "python:3.11-slim-bookworm"
 _PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 _LIMIT_S = 1800
 _MOUNTS = ("/proc", "/dev", "/sys")
+_FILES = (pathlib.Path("/etc/resolv.conf"), pathlib.Path("/etc/hosts"))  # an engine gives both
 _TRAINING = (
     "python - <<'END'\n"
     "from recsys.data.prepare import prepare\n"
@@ -213,7 +214,7 @@ def _mounted(tree: pathlib.Path, shared: list[pathlib.Path]) -> Iterator[None]:
     """The kernel's file systems and what pip needs of this machine, for as long as the context lasts."""
     done: list[pathlib.Path] = []
     try:
-        for source in [*map(pathlib.Path, _MOUNTS), *shared, pathlib.Path("/etc/resolv.conf")]:
+        for source in [*map(pathlib.Path, _MOUNTS), *shared, *_FILES]:
             target = tree / str(source.resolve() if source in shared else source).lstrip("/")
             if source.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
