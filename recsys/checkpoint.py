@@ -286,11 +286,13 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        raise UserError(
+        failed = UserError(
             "It cannot be written; checkpoints before it are as they were",
             received=" ".join(str(error).split())[-300:],
             fix="make room there, or name another place with checkpoint.folder",
-        ) from error
+        )
+        failed.is_worth_retrying = True
+        raise failed from error
 
 
 @contextlib.contextmanager

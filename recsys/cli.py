@@ -234,6 +234,8 @@ def main() -> None:
     if (mistake := _former_mistake()) is not None:
         sys.stderr.write(mistake)
         sys.exit(2)
+    if "RECSYS_LOGS" in os.environ and _is_first():
+        sys.stderr.write(f"Logs of each rank: {os.environ['RECSYS_LOGS']}\n")
     try:
         app()
     except UserError as error:

@@ -222,7 +222,9 @@ def store() -> dist.Store:
         UserError: Some ranks have not come.
     """
     found, rank, world_size = next(iter(dist.rendezvous("env://")))
-    return dist.PrefixStore(f"recsys/{_attempt(dist.PrefixStore('recsys', found), rank, world_size)}", found)
+    # Two jobs that were given one port share a store.
+    found = dist.PrefixStore(f"recsys/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}", found)
+    return dist.PrefixStore(_attempt(found, rank, world_size), found)
 
 
 def _attempt(store: dist.Store, rank: int, world_size: int) -> str:
@@ -314,8 +316,12 @@ def agreed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    text = None if error is None else str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    failed = [(rank, text) for rank, text in enumerate(gather(text, group)) if text is not None]
+    told = None
+    if isinstance(error, UserError):
+        told = str(error), error.is_worth_retrying
+    elif error is not None:
+        told = f"{type(error).__name__}: {error}", True
+    failed = [(rank, *one) for rank, one in enumerate(gather(told, group)) if one is not None]
     if not failed:
         return
     if error is not None and not isinstance(error, UserError):
@@ -324,6 +330,7 @@ def agreed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     whose = f", rank {failed[0][0]} of {world_size}" if world_size > 1 else ""
     shared = UserError(f"{what}{whose}: {failed[0][1]}")
     shared.is_printed_here = dist.get_rank() == 0
+    shared.is_worth_retrying = all(worth for *_, worth in failed)
     raise shared from error
 
 

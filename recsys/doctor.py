@@ -56,7 +56,7 @@ def report(device: stack.Device | None = None, *, strict: bool = False) -> tuple
 
 
 def network_report(hosts: Sequence[str] = ()) -> tuple[str, bool]:
-    """Look at how ranks of several hosts would reach each other from here; a resolver that hangs takes 5 s.
+    """Look at how ranks of several hosts would reach each other from here; a resolver that hangs takes 5 s twice.
 
     Args:
         hosts: Names or addresses of the job's hosts, the first one being where ranks meet; none: those of the job that

@@ -7,6 +7,7 @@ torchrun with `-m recsys`; docs/cluster.md has complete commands for each schedu
 """
 
 import datetime
+import os
 import random
 import re
 import secrets
@@ -57,7 +58,7 @@ def train(
         recipe: file, as the nodes see it from the job's working folder
         j: NODESxPROCESSES, such as 2x8: processes on each node, one for each GPU
         name: of the job: small letters, digits, dashes, 20 at most; default: from the recipe's path
-        run_dir: run folder, on storage that all nodes share; default: runs/NAME-DATE-TIME-xxxx in the current folder
+        run_dir: run folder, on storage that all nodes share; default: runs/NAME-DATE-TIME-xxxx here, not in containers
         cpu: cores of a node; 0: two for each process
         gpu: GPUs of a node; at least as many as processes
         memMB: memory of a node; 0: nothing is asked for
@@ -70,14 +71,21 @@ def train(
         mounts: of containers, such as type=volume,src=CLAIM,dst=/shared
         rdzv_port: port of the rendezvous on the first node; 0: a random one, so that jobs on one host do not meet
         log_level: of torchrun
-        check_data: whether data files are looked at before the job is queued; not where only the nodes see them
+        check_data: whether data and run folder are looked at before the job is queued; not where only nodes see them
     """
     with _Refusals():
         given = list(overrides)
         _check(recipe, given, check_data)
         name = _checked_name(name, recipe)
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        if run_dir is None and (image or mounts):
+            raise UserError(
+                "The run folder of a container has no default: its own disk ends with it",
+                fix="name one on mounted storage with --run_dir",
+            )
         folder = str(Path(run_dir or f"runs/{name}-{now}").absolute())
+        if check_data:
+            _require_writable(Path(folder))
         job = _Job(name, j, cpu, gpu, memMB, h, env, interface, image, mounts, rdzv_port, log_level)
         arguments = ["train", recipe, *given, "--run-dir", folder, "--resume", "auto"]
         return job.app(arguments, f"{folder}/logs", max_restarts, max_retries)
@@ -99,6 +107,7 @@ def evaluate(
     mounts: list[str] | None = None,
     rdzv_port: int = 0,
     log_level: str = "WARNING",
+    check_data: bool = True,
 ) -> specs.AppDef:
     """Metrics of a trained model on any number of nodes.
 
@@ -118,8 +127,13 @@ def evaluate(
         mounts: of containers, such as type=volume,src=CLAIM,dst=/shared
         rdzv_port: port of the rendezvous on the first node; 0: a random one, so that jobs on one host do not meet
         log_level: of torchrun
+        check_data: whether run and data are looked at before the job is queued; not where only the nodes see them
     """
     with _Refusals():
+        run = str(Path(run).absolute())
+        for path in (run, data) if check_data else ():
+            if path is not None and not Path(path).exists():
+                raise UserError("There is no such file or folder", received=path, fix="correct the path")
         options = [f"--{key}={value}" for key, value in (("data", data), ("json", json)) if value is not None]
         job = _Job(_checked_name(name, ""), j, cpu, gpu, memMB, h, env, interface, image, mounts, rdzv_port, log_level)
         return job.app(["evaluate", run, *options])
@@ -130,6 +144,13 @@ def _check(recipe: str, overrides: list[str], check_data: bool) -> None:
         load(recipe, overrides)
     elif problems := problems_of(recipe, overrides):
         raise UserError(f"{recipe} cannot be trained", received="; ".join(problems), fix="see `recsys check`")
+
+
+def _require_writable(folder: Path) -> None:
+    """The launchers make it, whose own errors are no help."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError("The run folder cannot be made", received=str(folder), fix="name another one with --run_dir")
 
 
 class _Refusals:
@@ -162,12 +183,21 @@ class _Job(NamedTuple):
         self, arguments: list[str], logs: str | None = None, max_restarts: int = 0, max_retries: int = 0
     ) -> specs.AppDef:
         """TorchX's torchrun component, with what it leaves to its caller."""
-        nodes, processes = _nodes_and_processes(self.j, self.gpu)
+        nodes, processes = _nodes_and_processes(self.j)
+        for key, number in (
+            ("max_restarts", max_restarts),
+            ("max_retries", max_retries),
+            ("rdzv_port", self.rdzv_port),
+        ):
+            if not 0 <= number < 2**16:
+                raise UserError(f"{key} cannot be", received=number, allowed="0 to 65535")
         cpu = self.cpu or 2 * processes
-        env = {"OMP_NUM_THREADS": str(max(1, cpu // processes))} | self._environment()
-        env["PET_MAX_RESTARTS"] = str(max_restarts)  # the component has no argument for it, and torchrun reads PET_*
+        env = {"PET_MAX_RESTARTS": str(max_restarts)}  # the component has no argument for it, and torchrun reads PET_*
         if logs is not None:
             env["RECSYS_LOGS"] = logs
+        env |= self._environment()
+        # Slurm's srun no longer takes over what sbatch was asked for, and binds all ranks of a node to one core then.
+        os.environ["SRUN_CPUS_PER_TASK"] = str(cpu)
         app = dist.torchrun(
             m="recsys",
             image=self.image,
@@ -184,6 +214,12 @@ class _Job(NamedTuple):
         )
         (role,) = app.roles
         role.name = self.name.replace("-", "")  # Volcano makes a variable's name of it; Slurm shows it as the job's
+        if role.resource.gpu > 0 and processes > role.resource.gpu:
+            raise UserError(
+                "More processes on a node than GPUs",
+                received=f"-j {self.j}, {role.resource.gpu} GPUs",
+                allowed="one process for each GPU",
+            )
         if self.h is None:
             role.resource.memMB = self.memory_mb  # TorchX would ask for 1 GB in place of nothing
         flag, torchrun = role.args
@@ -213,16 +249,11 @@ def _quoted(argument: str) -> str:
     return shlex.quote(argument).replace("$", "$''")
 
 
-def _nodes_and_processes(j: str, gpu: int) -> tuple[int, int]:
+def _nodes_and_processes(j: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", j)
     if match is None:
         raise UserError("-j is no NODESxPROCESSES", received=j, allowed="such as 1x2 or 4x8")
-    nodes, processes = int(match[1]), int(match[2])
-    if gpu and processes > gpu:
-        raise UserError(
-            "More processes on a node than GPUs", received=f"-j {j} --gpu {gpu}", allowed="one process for each GPU"
-        )
-    return nodes, processes
+    return int(match[1]), int(match[2])
 
 
 def _checked_name(name: str | None, recipe: str) -> str:

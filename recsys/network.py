@@ -95,19 +95,21 @@ def interfaces() -> list[Interface]:
 
 
 def toward(host: str) -> Interface | None:
-    """The interface that packets to a host leave through; None where none does, or its address is not ours.
+    """The interface that packets to a host leave through; None where none does, or its name has no address here."""
+    (found,) = resolve([host])
+    return _route(found.addresses)
+
+
+def _route(addresses: Iterable[str]) -> Interface | None:
+    """That of the first address with a route from an address of ours; None where there is none.
 
     Nothing is sent: connecting a datagram socket asks the routing table alone.
     """
     own = {found.address: found for found in reversed(interfaces())}
-    try:
-        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, target in targets:
+    for target in addresses:
         try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
+            with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
                 address = probe.getsockname()[0].split("%")[0]
         except OSError:
             continue
@@ -148,12 +150,14 @@ def choose(head: str, others: Sequence[str] = ()) -> Choice:
         if chosen is not None and not chosen.is_loopback:
             return Choice(chosen.name, chosen.address, GLOO)
         raise _unreachable(f"{GLOO}={names} on {socket.gethostname()}" + (", which is loopback" if chosen else ""))
-    for host in (head, *others):
-        if (found := toward(host)) is not None and not found.is_loopback:
-            return Choice(found.name, found.address, f"route to {host}")
+    resolved = resolve([head, *others])
+    for host in resolved:
+        if (found := _route(host.addresses)) is not None and not found.is_loopback:
+            return Choice(found.name, found.address, f"route to {host.name}")
+    there = f"{head} is {', '.join(resolved[0].addresses) or f'unknown ({resolved[0].problem})'}"
     if (found := default()) is None:
-        raise _unreachable(f"no interface but loopback on {socket.gethostname()}; {head} is {_address_of(head)}")
-    return Choice(found.name, found.address, f"default route, since {head} is {_address_of(head)} here")
+        raise _unreachable(f"no interface but loopback on {socket.gethostname()}; {there}")
+    return Choice(found.name, found.address, f"default route, since {there} here")
 
 
 def _unreachable(received: str) -> UserError:
@@ -283,11 +287,6 @@ def resolve(names: Sequence[str], timeout_s: float = RESOLVE_TIMEOUT_S) -> list[
         thread.join(max(0.0, end_s - time.monotonic()))
     silent = f"no answer in {timeout_s:g} s"
     return [found.get(name) or Resolved(name, (), silent, timeout_s) for name in names]
-
-
-def _address_of(host: str) -> str:
-    (found,) = resolve([host])
-    return ", ".join(found.addresses) or f"unknown ({found.problem})"
 
 
 def job_hosts() -> list[str]:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from recsys.distributed import Ranks, agreed, broadcast, gather
 from recsys.errors import UserError
@@ -16,13 +17,15 @@ FILE = "owner.json"
 _PERIOD_S = 5.0
 _SILENCE_S = 60.0  # an owner that has been silent for longer is gone, wherever it ran
 _SIGHT_S = 15.0  # network file systems show others' new files late
+_TRIES = 100  # owners that come and go meanwhile
 
 
 class Ownership:
     """A claim on a folder, renewed by a thread until it is released.
 
     A job that is started again, by torchrun or by the scheduler, keeps its claim: it has the same id of the
-    rendezvous. Another one may take over from an owner whose process is gone or that has been silent for a minute.
+    rendezvous. Another one may take over from an owner whose process is gone or that has been silent for a minute; an
+    owner that was only asleep finds out before it writes again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,56 +34,119 @@ class Ownership:
         Raises:
             UserError: It is another job's.
         """
-        self._file, self._token = folder / FILE, secrets.token_hex(8)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._file, self._token = folder, folder / FILE, secrets.token_hex(8)
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        job = None if run_id == "none" else run_id
-        about = {"token": self._token, "job": job, "host": socket.gethostname(), "pid": os.getpid()}
-        text = json.dumps(about) + "\n"
+        self._job = None if run_id == "none" else run_id
+        about = {"token": self._token, "job": self._job, "host": socket.gethostname(), "pid": os.getpid()}
+        text = json.dumps({**about, "system": _system()}) + "\n"
+        assert any(self._claims(text) for _ in range(_TRIES)), f"{self._file} is never there when it is read"
+        self._heard_s, self._left = time.monotonic(), threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _claims(self, text: str) -> bool:
+        """Try once; False where another job claims or releases the folder at the same moment."""
         try:
             with self._file.open("x", encoding="utf-8") as file:
                 file.write(text)
+            return True
         except FileExistsError:
-            new = folder / f".{FILE}-{self._token}"
-            new.write_text(text, encoding="utf-8")
-            try:
-                self._refuse_unless_gone(folder, job, new.stat().st_mtime)
-                os.replace(new, self._file)
-            finally:
-                new.unlink(missing_ok=True)
-        self._left = threading.Event()
-        threading.Thread(target=self._renew, daemon=True).start()
-
-    def _refuse_unless_gone(self, folder: Path, job: str | None, now_s: float) -> None:
-        """Times are those of the file system: hosts may disagree."""
+            pass
+        new = self._folder / f".{FILE}-{self._token}"
+        new.write_text(text, encoding="utf-8")
         try:
-            silent_s = now_s - self._file.stat().st_mtime
-            owner = json.loads(self._file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return  # released meanwhile
-        except ValueError:
-            owner = {"job": None, "host": "unknown", "pid": "unknown"}  # it is being written, or was when its job died
-        if (job is not None and owner["job"] == job) or silent_s > _SILENCE_S:
+            now_s, owner = new.stat().st_mtime, _owner(self._file)
+            if owner is None:
+                return False
+            self._refuse_unless_gone(owner, now_s - owner["heard_s"])
+            # Of all that want to take over from this owner, one may at a time, and looks whether it still is the owner.
+            turn = self._folder / f".{FILE}-after-{owner['token']}"
+            try:
+                turn.open("x").close()
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):
+                    if now_s - turn.stat().st_mtime > _SILENCE_S:
+                        turn.unlink()  # its process died in between
+                time.sleep(0.05)
+                return False
+            try:
+                if (still := _owner(self._file)) is None or still["token"] != owner["token"]:
+                    return False
+                os.replace(new, self._file)
+                return True
+            finally:
+                turn.unlink(missing_ok=True)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def _refuse_unless_gone(self, owner: dict[str, Any], silent_s: float) -> None:
+        """Times are those of the file system: hosts may disagree."""
+        if (self._job is not None and owner["job"] == self._job) or silent_s > _SILENCE_S:
             return
-        if owner["host"] == socket.gethostname() and not _is_alive(owner["pid"]):
+        if owner["system"] == _system() and not _is_alive(owner["pid"]):
             return
         whose = f"job {owner['job']}, " if owner["job"] else ""
-        raise UserError(
-            f"The run folder {str(folder)!r} is in use",
+        error = UserError(
+            f"The run folder {str(self._folder)!r} is in use",
             received=f"{whose}process {owner['pid']} on {owner['host']}, heard of {max(0.0, silent_s):.0f} s ago",
             fix=f"name another one with --run-dir; if that job is gone, wait until {_SILENCE_S:g} s have passed",
         )
+        error.is_worth_retrying = True
+        raise error
 
-    def _renew(self) -> None:
+    def require(self) -> None:
+        """To be called before anything is written.
+
+        Raises:
+            UserError: Another job has taken over, since this one was silent for too long: it was stopped, or its
+                storage was.
+        """
+        if time.monotonic() - self._heard_s > _SILENCE_S / 2:
+            self._renew()
+        if self._left.is_set() and (owner := _owner(self._file)) is not None:
+            raise UserError(
+                f"The run folder {str(self._folder)!r} was taken over while this job was silent",
+                received=f"job {owner['job']}, process {owner['pid']} on {owner['host']}",
+                fix="nothing: that one goes on with the run",
+            )
+
+    def _run(self) -> None:
         while not self._left.wait(_PERIOD_S):
             with contextlib.suppress(OSError):
-                os.utime(self._file)
+                self._renew()
+
+    def _renew(self) -> None:
+        if (owner := _owner(self._file)) is not None and owner["token"] != self._token:
+            self._left.set()
+        else:
+            os.utime(self._file)
+            self._heard_s = time.monotonic()
 
     def release(self) -> None:
         """Give the folder up."""
         self._left.set()
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(self._file.read_text(encoding="utf-8"))["token"] == self._token:
+        with contextlib.suppress(OSError):
+            if (owner := _owner(self._file)) is not None and owner["token"] == self._token:
                 self._file.unlink()
+
+
+def _owner(file: Path) -> dict[str, Any] | None:
+    """What the file says, and `heard_s`, when it was renewed; None where there is no owner."""
+    unknown = {"token": "unknown", "job": None, "host": "unknown", "pid": "unknown", "system": None}
+    try:
+        heard_s = file.stat().st_mtime
+        return {**unknown, **json.loads(file.read_text(encoding="utf-8")), "heard_s": heard_s}
+    except FileNotFoundError:
+        return None
+    except (ValueError, PermissionError):
+        return {**unknown, "heard_s": heard_s}  # it is being written, or its job died over that; or it is not for us
+
+
+def _system() -> str:
+    """Where a process id means the same: containers may share a host's name and have ids of their own."""
+    with contextlib.suppress(OSError):
+        return f"{os.readlink('/proc/self/ns/pid')} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return socket.gethostname()
 
 
 def _is_alive(pid: int) -> bool:

@@ -40,9 +40,11 @@ _VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "nu
 class RunFolder:
     """Paths and small writes inside one run's folder; writes happen on rank 0 only."""
 
-    def __init__(self, path: pathlib.Path, *, writes: bool, ownership: Ownership | None = None) -> None:
+    def __init__(self, path: pathlib.Path, *, writes: bool, has_ended: bool = False) -> None:
         self.path, self.writes = path, writes
-        self._ownership = ownership
+        self.has_ended = has_ended
+        """Whether the run that is in it has nothing left to do."""
+        self._owned: list[Ownership] = []
 
     @classmethod
     def create(cls, path: str | None, recipe: Recipe, name: str, ranks: Ranks, *, goes_on: bool = False) -> "RunFolder":
@@ -63,25 +65,45 @@ class RunFolder:
         if path is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             path = f"runs/{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
         folder = pathlib.Path(path or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-        ownership = None
-        with agreed("run folder"):
-            if ranks.rank == 0:
-                is_old = goes_on and (folder / "recipe.yaml").is_file()
-                if not is_old:
-                    folder = _claim(folder, recipe) if path else _claim_next(folder, recipe)
-                ownership = Ownership(folder)
-                if is_old:
-                    _take_over(folder, recipe)
-        found = cls(broadcast(folder), writes=ranks.rank == 0, ownership=ownership)
-        require_shared(found.path, "run folder", ranks)
-        if recipe.checkpoint.folder is not None and found.checkpoints(recipe).is_local:
-            require_shared(pathlib.Path(recipe.checkpoint.folder), "folder of checkpoints (checkpoint.folder)", ranks)
+        found = cls(folder, writes=ranks.rank == 0)
+        try:
+            with agreed("run folder"):
+                if found.writes:
+                    found._own(recipe, goes_on=goes_on, is_named=path is not None)
+            found.path, found.has_ended = broadcast((found.path, found.has_ended))
+            require_shared(found.path, "run folder", ranks)
+            kept = found.checkpoints(recipe).local_path
+            if recipe.checkpoint.folder is not None and kept is not None:
+                require_shared(kept, "folder of checkpoints (checkpoint.folder)", ranks)
+                with agreed("checkpoint.folder"):
+                    if found.writes:
+                        found._owned.append(Ownership(kept))
+        except BaseException:
+            found.close()
+            raise
         return found
+
+    def _own(self, recipe: Recipe, *, goes_on: bool, is_named: bool) -> None:
+        is_old = goes_on and (self.path / "recipe.yaml").is_file()
+        if not is_old:
+            self.path = _claim(self.path, recipe) if is_named else _claim_next(self.path, recipe)
+        self._owned.append(Ownership(self.path))
+        if is_old:
+            self.has_ended = _take_over(self.path, recipe)
+
+    def require_owned(self) -> None:
+        """To be called before a checkpoint is written.
+
+        Raises:
+            UserError: Another job has taken the folder over.
+        """
+        for ownership in self._owned:
+            ownership.require()
 
     def close(self) -> None:
         """Other jobs may write to the folder from now on."""
-        if self._ownership is not None:
-            self._ownership.release()
+        for ownership in self._owned:
+            ownership.release()
 
     @classmethod
     def open(cls, path: str) -> "tuple[RunFolder, Place]":
@@ -133,7 +155,9 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file."""
         if self.writes:
-            (self.path / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            new = self.path / f".{name}"
+            new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            os.replace(new, self.path / name)  # never half of it
 
     def append_json(self, name: str, value: Any) -> None:
         """Add one JSON line to a file."""
@@ -182,10 +206,16 @@ def _best(checkpoints: Place) -> Place | None:
     return named.get(checkpoint.step_name(best), whole[-1]) if best is not None else whole[-1]
 
 
-def _take_over(folder: pathlib.Path, recipe: Recipe) -> None:
-    """Go on in the folder of a run; the log tells what the recipe says otherwise now."""
+def _take_over(folder: pathlib.Path, recipe: Recipe) -> bool:
+    """Go on in the folder of a run; the log tells what the recipe says otherwise now.
+
+    Returns:
+        Whether the run has ended as the recipe wants it: a scheduler may start a job again that died at its very end.
+    """
     before, now = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")), recipe.resolved().to_yaml()
     if (folder / "metrics.json").exists():
+        if before == yaml.safe_load(now):
+            return True
         if recipe.train.epochs <= before["train"]["epochs"]:
             raise UserError(
                 f"The run in {str(folder)!r} has ended",
@@ -197,6 +227,7 @@ def _take_over(folder: pathlib.Path, recipe: Recipe) -> None:
     for key, old, new in _changes(before, yaml.safe_load(now)):
         log.warning("The recipe has changed since this run began: %s is %s, was %s", key, new, old)
     (folder / "recipe.yaml").write_text(now, encoding="utf-8")
+    return False
 
 
 def _changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -4,6 +4,7 @@ Nothing here renames: object stores cannot. What must appear whole is made visib
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -50,6 +51,11 @@ class Place:
     def name(self) -> str:
         """The last part of the address."""
         return self._path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def local_path(self) -> Path | None:
+        """The folder where it lies on a file system of this machine; None elsewhere."""
+        return Path(self._path) if self.is_local else None
 
     @property
     def is_local(self) -> bool:

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
-import os
 import pathlib
 import shutil
 import time
@@ -81,8 +81,9 @@ def train(recipe: Recipe, *, run: str | None = None, name: str = "run", resume: 
         if ranks.presence is not None:
             ranks.presence.log = folder.log
         with contextlib.closing(folder), folder.logging():
-            if logs := os.environ.get("RECSYS_LOGS"):
-                log.info("Logs of each rank: %s", logs)
+            if folder.has_ended:
+                log.warning("The run in %s has ended; raise train.epochs to go on, or name another folder", folder.path)
+                return _result(folder, json.loads((folder.path / "metrics.json").read_text(encoding="utf-8")))
             start = resumption.choose(resume, folder.checkpoints(recipe), ranks)
             for sentence in start.reports:
                 log.info("%s", sentence)
@@ -132,11 +133,14 @@ def _train(job: Job, data: Data, folder: RunFolder, learnt: Survey, place: Place
         folder.write_json("plan.json", job.describe_plan())
         _describe_start(job, data, folder, learnt, chosen)
         _store(learnt, folder)
-        final = run.run(plans)
-        with agreed("report"):
-            if folder.writes:
-                report.write_report(folder.path)
-        return Result(folder.path, final, folder.path / "report.html")
+        return _result(folder, run.run(plans))
+
+
+def _result(folder: RunFolder, final: dict[str, Any]) -> Result:
+    with agreed("report"):
+        if folder.writes:
+            report.write_report(folder.path)
+    return Result(folder.path, final, folder.path / "report.html")
 
 
 def _store(learnt: Survey, folder: RunFolder) -> None:
@@ -286,6 +290,8 @@ class _Training:
 
     def _save(self, *, full: bool = True) -> None:
         """Checkpoint the run as it stands; by changes since the last one, where it need not be full."""
+        with agreed("run folder"):
+            self.folder.require_owned()
         progress, job = self.progress, self.job
         progress.elapsed_s = time.perf_counter() - self.start_s
         needed = {progress.best["step"]} if progress.best else set()

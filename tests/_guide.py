@@ -6,6 +6,12 @@ import shlex
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "cluster.md"
+ON_SLURM = (
+    *("scripts/slurm/cluster.sh start", "scripts/slurm/cluster.sh env", "scripts/slurm/cluster.sh stop"),
+    *("torchx status slurm", "torchx log --streams stdout slurm", "torchx list -s slurm", "torchx cancel slurm"),
+    *("sbatch", "squeue", "scancel"),
+)
+"""What test_cluster.py runs, by how it starts."""
 RECIPE = "models/din/movielens-100k.yaml"
 
 

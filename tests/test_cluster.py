@@ -18,12 +18,13 @@ from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
 from scripts.chaos import _differences, _prepare
-from tests._guide import RECIPE, the, words
+from tests._guide import ON_SLURM, RECIPE, the, words
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(
-        not shutil.which("slurmctld") or os.geteuid() != 0, reason="needs root and Debian's slurm-wlm, munge, iproute2"
+        "CI" not in os.environ and (not shutil.which("slurmctld") or os.geteuid() != 0),
+        reason="needs root and Debian's slurm-wlm, munge, iproute2",
     ),
 ]
 ROOT = pathlib.Path(__file__).parent.parent
@@ -129,8 +130,12 @@ def wait_for_steps(run: pathlib.Path, steps: int) -> None:
         time.sleep(0.02)
 
 
+RAN: set[str] = set()
+
+
 def guide(start: str, **places: str) -> str:
     """Run the command of the guide that starts so, with other values in the places that are named."""
+    RAN.add(start)
     command = words(the(start), **places, **{"scripts/slurm/": f"{SCRIPTS}/"})
     # Daemons that a command starts keep its stderr.
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
@@ -139,7 +144,9 @@ def guide(start: str, **places: str) -> str:
 
 
 def test_two_nodes_train_what_two_ranks_of_one_host_do_and_torchx_shows_it(slurm, runner, recipe):
-    handle = submit(runner, recipe, "slurm")
+    places = {RECIPE: str(recipe), "partition=gpu": "partition=debug", "--gpu 8 --cpu 96": "--cpu 2", "2x8": "2x1"}
+    command = f"{the('torchx run -s slurm')} --run_dir {recipe.parent / 'slurm'}"
+    handle = subprocess.check_output(words(command, **places), text=True, timeout=60).strip()
     assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
     assert _differences(recipe.parent / "whole", recipe.parent / "slurm") == []
     logs = recipe.parent / "slurm" / "logs"
@@ -203,3 +210,20 @@ def test_the_batch_script_does_the_same_without_torchx(slurm, recipe):
     assert _differences(recipe.parent / "whole", recipe.parent / "batch") == []
     assert sorted(folder.name for folder in (recipe.parent / "batch" / "logs").iterdir()) == ["tn1", "tn2"]
     assert not (recipe.parent / "not" / "recipe.yaml").exists()
+
+
+def test_a_running_job_that_is_queued_again_saves_first_and_goes_on_where_it_was(slurm, runner, recipe):
+    """What preemption does, too: SIGTERM, and SIGKILL after KillWait."""
+    handle, run = submit(runner, recipe, "preempted"), recipe.parent / "preempted"
+    wait_for_steps(run, 12)
+    subprocess.run(["scontrol", "requeue", number(handle)], check=True)
+    assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
+    log = (run / "log.txt").read_text()
+    (stopped,) = re.findall(r"Told to stop: saved after step (\d+)", log)
+    assert re.search(rf"Going on from \S+step_{int(stopped):08}", log)
+    assert _differences(recipe.parent / "whole", run) == []
+
+
+def test_what_the_guide_says_of_slurm_was_run(slurm):
+    """The last test of this file; stopping comes after it."""
+    assert set(ON_SLURM) - RAN == {"scripts/slurm/cluster.sh stop"}

@@ -98,3 +98,30 @@ def test_a_rank_that_leaves_while_it_tells_where_it_is_ends_in_order():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = [subprocess.Popen([sys.executable, "-c", LEAVES, str(store.port)]) for _ in range(3)]
     assert [job.wait(60) for job in jobs] == [0, 0, 0]
+
+
+FAULT = """
+import os, sys
+from recsys.distributed import agreed, process_group
+from recsys.errors import UserError
+
+faults = [OSError(116, "Stale file handle"), UserError("wrong")]
+with process_group("cpu") as ranks:
+    for fault in faults:
+        try:
+            with agreed("the data"):
+                if ranks.rank == 1:
+                    raise fault
+        except Exception as error:
+            if ranks.rank == 0:
+                os.write(1, f"{type(error).__name__} {error.is_worth_retrying}\\n".encode())
+"""
+
+
+@pytest.mark.dist
+def test_a_fault_of_one_rank_is_worth_another_try_and_a_mistake_is_not(tmp_path):
+    """What the other ranks raise for it decides whether the launcher's next attempt is given up at once."""
+    (tmp_path / "fault.py").write_text(FAULT, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(tmp_path / "fault.py")], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n") == ["UserError True", "UserError False", ""], done.stderr[-2000:]

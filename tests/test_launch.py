@@ -117,10 +117,7 @@ def test_memory_is_asked_for_where_it_is_given_and_only_there():
 def test_pods_are_what_kubernetes_takes_and_a_misspelt_key_would_be_seen():
     job = job_of("-j", "2x8", "--gpu", "8", "--cpu", "96", "--memMB", "512000")
     assert (job["apiVersion"], job["kind"]) == ("batch.volcano.sh/v1alpha1", "Job")
-    assert (job["spec"]["queue"], job["metadata"]["namespace"] if "namespace" in job["metadata"] else "team-a") == (
-        "ads",
-        "team-a",
-    )
+    assert job["spec"]["queue"] == "ads"
     for number, template in enumerate(pods_of(job)):
         pod = {"apiVersion": "v1", "kind": "Pod", **template}
         pod["metadata"]["name"] = f"{job['metadata']['name']}-{job['spec']['tasks'][number]['name']}-0"
@@ -258,15 +255,54 @@ def test_a_name_is_that_of_the_job_and_of_its_tasks():
         (["-j", "4"], "NODESxPROCESSES"),
         (["-j", "1:2x1"], "NODESxPROCESSES"),
         (["-j", "2x8", "--gpu", "4"], "More processes on a node than GPUs"),
+        (["-j", "1x9", "-h", "aws_p4d.24xlarge"], "More processes on a node than GPUs"),
+        (["--max_restarts", "-1"], "max_restarts cannot be"),
+        (["--max_retries", "-2"], "max_retries cannot be"),
         (["--name", "My_Job"], "small letters"),
         (["--env", "A B=1"], "env names a variable"),
-        (["--check_data", "True", "data.train=/nowhere"], "/nowhere"),
     ],
 )
 def test_mistakes_are_refused_before_a_job_is_queued(arguments, expected):
     with pytest.raises(ComponentValidationException, match=expected) as refused:
         dry_run("slurm", *arguments)
     assert str(refused.value).startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["data.train=/nowhere"], "/nowhere"),
+        (["--run_dir", f"{__file__}/run"], "run folder cannot be made"),
+        (["--image", "recsys:1"], "container has no default"),
+        (["--mounts", "type=volume,src=a,dst=/shared"], "container has no default"),
+        (["--rdzv_port", "99999999"], "rdzv_port cannot be"),
+    ],
+)
+def test_what_only_this_machine_can_tell_is_refused_too(recipe, arguments, expected):
+    with get_runner() as runner, pytest.raises(ComponentValidationException, match=expected):
+        runner.dryrun_component("recsys.train", ["--recipe", str(recipe), *arguments], "local_cwd")
+
+
+def test_what_the_user_puts_into_the_environment_comes_last():
+    environment = environment_of(pods_of(job_of("--env", "PET_MAX_RESTARTS=9,PYTHONUNBUFFERED=0"))[0])
+    assert (environment["PET_MAX_RESTARTS"], environment["PYTHONUNBUFFERED"]) == ("9", "0")
+
+
+def test_an_evaluation_is_refused_where_there_is_no_run_and_names_it_as_the_nodes_see_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "din").mkdir(parents=True)
+    with get_runner() as runner:
+        with pytest.raises(ComponentValidationException, match=r"no such file or folder.*nothing"):
+            runner.dryrun_component("recsys.evaluate", ["--run", "runs/nothing"], "local_cwd")
+        with pytest.raises(ComponentValidationException, match=r"no such file or folder.*nowhere"):
+            runner.dryrun_component("recsys.evaluate", ["--run", "runs/din", "--data", "/nowhere"], "local_cwd")
+    assert f" -m recsys evaluate {tmp_path}/runs/din" in launch.evaluate(run="runs/din").roles[0].args[1]
+
+
+def test_srun_is_told_the_cores_that_sbatch_was_asked_for(monkeypatch):
+    monkeypatch.delenv("SRUN_CPUS_PER_TASK", raising=False)
+    assert "--cpus-per-task=48" in sbatch_of("-j", "2x1", "--cpu", "48")
+    assert os.environ["SRUN_CPUS_PER_TASK"] == "48"
 
 
 def test_the_command_line_refuses_in_one_message():

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -139,6 +140,23 @@ def test_a_resolver_that_hangs_is_given_up_while_others_answer(monkeypatch):
     assert time.monotonic() - start_s < 30, "the resolver's own 60 s are not waited for"
     assert slow.problem == "no answer in 0.5 s" and "127.0.0.1" in known.addresses
     assert unknown.addresses == () and unknown.problem
+
+
+def test_the_doctor_waits_for_no_resolver_itself(monkeypatch):
+    asking, given_up = [], threading.Event()
+
+    def hang(*_args, **_settings) -> list:
+        asking.append(threading.current_thread())
+        if asking[-1] is not threading.main_thread():
+            given_up.wait(LIMIT_S)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(network.resolve, "__defaults__", (0.2,))
+    text, ok = doctor.network_report(["slow1", "slow2"])
+    given_up.set()
+    assert asking and threading.main_thread() not in asking
+    assert not ok and "slow1 does not resolve: no answer in 0.2 s" in text
 
 
 def test_hosts_of_a_job_are_those_that_schedulers_and_launchers_name(tmp_path, monkeypatch):

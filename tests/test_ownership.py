@@ -1,5 +1,6 @@
 """A run folder has one owner at a time, and all nodes of a job see it."""
 
+import concurrent.futures
 import json
 import os
 import socket
@@ -9,9 +10,11 @@ import time
 
 import pytest
 
-from recsys import ownership
+from recsys import ownership, recipe_file
+from recsys.distributed import process_group
 from recsys.errors import UserError
 from recsys.ownership import FILE, Ownership
+from recsys.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def no_launcher(monkeypatch):
 
 def left_by(folder, **about) -> None:
     """An owner's file as another process leaves it."""
-    owner = {"token": "theirs", "job": None, "host": "elsewhere", "pid": 1} | about
+    owner = {"token": "theirs", "job": None, "host": "elsewhere", "pid": 1, "system": "another"} | about
     (folder / FILE).write_text(json.dumps(owner))
 
 
@@ -85,6 +88,81 @@ def test_an_owner_is_heard_of_while_it_works_and_releases_only_what_is_its_own(t
     left_by(tmp_path)
     first.release()
     assert json.loads((tmp_path / FILE).read_text())["token"] == "theirs"
+
+
+def test_of_many_that_find_an_owner_gone_one_takes_over(tmp_path):
+    """Without turns several replace the file, each taking itself for the owner."""
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        left_by(folder)
+        os.utime(folder / FILE, (1, 1))
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _, folder=folder: claimed(folder), range(8)))
+        (owner,) = [one for one in found if one is not None]
+        assert json.loads((folder / FILE).read_text())["token"] == owner._token
+        assert [path.name for path in folder.iterdir()] == [FILE]
+        owner.release()
+
+
+def claimed(folder) -> Ownership | None:
+    try:
+        return Ownership(folder)
+    except UserError:
+        return None
+
+
+def test_an_owner_that_was_asleep_finds_out_before_it_writes(tmp_path, monkeypatch):
+    first = Ownership(tmp_path)
+    first.require()
+    left_by(tmp_path, job="8")
+    first.require()  # it has been heard of a moment ago, so nobody can have taken over
+    monkeypatch.setattr(first, "_heard_s", time.monotonic() - 31)
+    with pytest.raises(UserError, match=r"taken over while this job was silent.*job 8"):
+        first.require()
+    first.release()
+    assert json.loads((tmp_path / FILE).read_text())["job"] == "8"
+
+
+def test_process_ids_of_another_container_say_nothing(tmp_path):
+    """Containers may share a host's name; root can make one's process ids."""
+    owner = Ownership(tmp_path)
+    code = "import sys; from pathlib import Path; from recsys.ownership import Ownership; Ownership(Path(sys.argv[1]))"
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", code, tmp_path]
+    if subprocess.run([*command[:3], "true"], capture_output=True).returncode:
+        pytest.skip("only root may do so here")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "is in use" in done.stderr, done.stderr
+    owner.release()
+
+
+def test_a_folder_that_is_refused_is_given_up_again(tmp_path):
+    from scripts.chaos import _prepare
+
+    recipe = recipe_file.load(str(_prepare(tmp_path, epochs=1)))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(recipe.resolved().to_yaml())
+    (tmp_path / "run" / "metrics.json").write_text("{}")
+    other = recipe_file.load(str(tmp_path / "recipe.yaml"), ["train.seed=7"])
+    with process_group("cpu") as ranks:
+        for _ in range(2):
+            with pytest.raises(UserError, match="has ended"):
+                RunFolder.create(str(tmp_path / "run"), other, "r", ranks, goes_on=True)
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path):
+    from scripts.chaos import _prepare
+
+    address = f"file://{tmp_path}/kept"
+    recipe = recipe_file.load(str(_prepare(tmp_path, epochs=1)), [f"checkpoint.folder={address}"])
+    with process_group("cpu") as ranks:
+        first = RunFolder.create(str(tmp_path / "a"), recipe, "r", ranks)
+        with pytest.raises(UserError, match=r"kept' is in use"):
+            RunFolder.create(str(tmp_path / "b"), recipe, "r", ranks)
+        first.close()
+        assert list((tmp_path / "kept").iterdir()) == []
+    assert not (tmp_path / "b" / FILE).exists()
 
 
 def test_a_run_gives_its_folder_up_and_a_running_one_keeps_it(tmp_path):

@@ -198,10 +198,15 @@ def test_resuming_says_fresh_start_or_refuses_what_is_not_there(recipe, tmp_path
     parsed = recipe_file.parse(text, ["train.epochs=1"])
     with pytest.raises(UserError, match="no complete checkpoint"):
         train(parsed, run=str(tmp_path / "a"), resume=str(tmp_path / "nowhere"))
-    train(parsed, run=str(tmp_path / "b"), resume="auto")
+    first = train(parsed, run=str(tmp_path / "b"), resume="auto")
     assert any("Fresh start" in record.getMessage() for record in caplog.records)
     with pytest.raises(UserError, match="has ended"):
-        train(parsed, run=str(tmp_path / "b"), resume="auto")
+        train(recipe_file.parse(text, ["train.epochs=1", "train.seed=9"]), run=str(tmp_path / "b"), resume="auto")
+    log = (tmp_path / "b" / "train_loss.jsonl").read_text()
+    again = train(parsed, run=str(tmp_path / "b"), resume="auto")
+    assert "has ended" in caplog.records[-1].getMessage() and again.report.exists()
+    assert again.metrics == json.loads(json.dumps(first.metrics)), "what a scheduler starts once too often succeeds"
+    assert (tmp_path / "b" / "train_loss.jsonl").read_text() == log
     with pytest.raises(UserError, match=r"already belongs to a run.*--resume auto"):
         train(parsed, run=str(tmp_path / "b"))
 

@@ -7,15 +7,16 @@
 # Each node is a network and UTS namespace with its own address and host name. Everything lives under $SLURM_LAB: the
 # configuration, munge's key and socket, spool, logs, and a pid file for each daemon; /etc is not written to.
 #
-#   SLURM_LAB        folder (default /tmp/slurm-lab); short, for it holds a socket
+#   SLURM_LAB        folder (default /tmp/slurm-lab); short, for it holds a socket. Labs in several folders do not meet
 #   SLURM_LAB_NODES  number of nodes (default 2)
 set -euo pipefail
 
 LAB=${SLURM_LAB:-/tmp/slurm-lab}
 NODES=${SLURM_LAB_NODES:-2}
-NET=10.77.0
 PREFIX=tn
-BRIDGE=${PREFIX}br0
+NUMBER=$(($(echo -n "$LAB" | cksum | cut -d' ' -f1) % 200))
+NET=10.77.$NUMBER
+BRIDGE=lab${NUMBER}br
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export SLURM_CONF=$LAB/slurm.conf
 
@@ -23,7 +24,8 @@ log() { echo "slurm-lab: $*" >&2; }
 
 write_files() {
     local i
-    sed -e "s|@LAB@|$LAB|g" -e "s|@HOST@|$(hostname -s)|g" -e "s|@ADDRESS@|$NET.1|g" "$HERE/slurm.conf.in" >"$SLURM_CONF"
+    sed -e "s|@LAB@|$LAB|g" -e "s|@HOST@|$(hostname -s)|g" -e "s|@ADDRESS@|$NET.1|g" \
+        -e "s|@PORT@|$((17000 + NUMBER))|g" "$HERE/slurm.conf.in" >"$SLURM_CONF"
     {
         for i in $(seq "$NODES"); do
             echo "NodeName=$PREFIX$i NodeHostname=$PREFIX$i NodeAddr=$NET.$((i + 1)) Port=16818 CPUs=2 RealMemory=4096 State=UNKNOWN"
@@ -51,10 +53,10 @@ net_up() {
     ip addr add "$NET.1/24" dev "$BRIDGE"
     ip link set "$BRIDGE" up
     for i in $(seq "$NODES"); do
-        n=$PREFIX$i
+        n=lab${NUMBER}n$i
         ip netns add "$n"
-        ip link add "v$n" type veth peer name eth0 netns "$n"
-        ip link set "v$n" master "$BRIDGE" up
+        ip link add "$n" type veth peer name eth0 netns "$n"
+        ip link set "$n" master "$BRIDGE" up
         ip -n "$n" link set lo up
         ip -n "$n" addr add "$NET.$((i + 1))/24" dev eth0
         ip -n "$n" link set eth0 up
@@ -64,9 +66,9 @@ net_up() {
 
 net_down() {
     local n
-    for n in $(ip netns list 2>/dev/null | awk '{print $1}' | grep -E "^${PREFIX}[0-9]+$" || true); do
+    for n in $(ip netns list 2>/dev/null | awk '{print $1}' | grep -E "^lab${NUMBER}n[0-9]+$" || true); do
         ip netns del "$n" || true
-        ip link del "v$n" 2>/dev/null || true # the namespace lives on while a process is in it
+        ip link del "$n" 2>/dev/null || true # the namespace lives on while a process is in it
     done
     ip link del "$BRIDGE" 2>/dev/null || true
 }
@@ -103,7 +105,7 @@ start() {
     for i in $(seq "$NODES"); do
         n=$PREFIX$i
         # Not "ip netns exec": that mounts another /sys, without the control groups that slurmd 22.05 looks for.
-        spawn "slurmd-$n" nsenter --net="/run/netns/$n" unshare --uts --mount sh -ec '
+        spawn "slurmd-$n" nsenter --net="/run/netns/lab${NUMBER}n$i" unshare --uts --mount sh -ec '
             mount --bind "$2/node-hosts" /etc/hosts
             mount --bind "$2/node-nsswitch" /etc/nsswitch.conf
             hostname "$1"

@@ -17,7 +17,7 @@ export SLURM_UNBUFFEREDIO=1
 export TORCHX_MAX_RETRIES=0
 
 set +e
-srun --output=slurm-"$SLURM_JOB_ID"-dinmovielens100k-0.out --error=slurm-"$SLURM_JOB_ID"-dinmovielens100k-0.err --wait=60 --kill-on-bad-exit=1 --export=ALL,OMP_NUM_THREADS=2,PYTHONUNBUFFERED=1,PYTHONFAULTHANDLER=1,LOGLEVEL=WARNING,PET_MAX_RESTARTS=3,RECSYS_LOGS=/shared/run/logs,TORCHX_TRACKING_EXPERIMENT_NAME=default-experiment,TORCHX_TRACKING_RUN_NAME=din-movielens-100k,TORCHX_JOB_ID=slurm://torchx/"$SLURM_JOB_ID",TORCHX_INTERNAL_SESSION_ID=SESSION bash -c 'export PET_LOG_DIR=/shared/run/logs/`uname -n`; exec torchrun --rdzv_backend c10d --rdzv_conf join_timeout=900,timeout=900,read_timeout=300 --rdzv_endpoint localhost:0 --rdzv_id '"'"''"$SLURM_JOB_ID"''"'"' --nnodes 1 --nproc_per_node 4 --tee 3 --role '"'"''"'"' -m recsys train models/din/movielens-100k.yaml train.epochs=2 --run-dir /shared/run --resume auto'
+srun --output=slurm-"$SLURM_JOB_ID"-dinmovielens100k-0.out --error=slurm-"$SLURM_JOB_ID"-dinmovielens100k-0.err --wait=60 --kill-on-bad-exit=1 --export=ALL,PET_MAX_RESTARTS=3,RECSYS_LOGS=/shared/run/logs,PYTHONUNBUFFERED=1,PYTHONFAULTHANDLER=1,LOGLEVEL=WARNING,TORCHX_TRACKING_EXPERIMENT_NAME=default-experiment,TORCHX_TRACKING_RUN_NAME=din-movielens-100k,TORCHX_JOB_ID=slurm://torchx/"$SLURM_JOB_ID",TORCHX_INTERNAL_SESSION_ID=SESSION bash -c 'export PET_LOG_DIR=/shared/run/logs/`uname -n`; exec torchrun --rdzv_backend c10d --rdzv_conf join_timeout=900,timeout=900,read_timeout=300 --rdzv_endpoint localhost:0 --rdzv_id '"'"''"$SLURM_JOB_ID"''"'"' --nnodes 1 --nproc_per_node 4 --tee 3 --role '"'"''"'"' -m recsys train models/din/movielens-100k.yaml train.epochs=2 --run-dir /shared/run --resume auto'
 exitcode=$?
 set -e
 
