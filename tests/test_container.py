@@ -94,9 +94,12 @@ def test_commands_of_the_recipe_are_words_that_a_shell_understands():
         assert shlex.split(words[0])
 
 
-@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
+HADOLINT = shutil.which("hadolint", path=pathlib.Path(sys.executable).parent)
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
 def test_the_linter_of_dockerfiles_finds_nothing():
-    done = subprocess.run(["hadolint", "--no-color", DOCKERFILE], capture_output=True, text=True)
+    done = subprocess.run([HADOLINT, "--no-color", DOCKERFILE], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 

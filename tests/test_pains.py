@@ -36,6 +36,7 @@ NUM_COMPLAINTS = {
     "Hashing and cold ids": 11,
     "Sharding and ranks": 10,
     "Training, metrics and checkpoints": 29,
+    "Launching on clusters": 13,
 }
 
 
