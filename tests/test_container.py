@@ -65,6 +65,20 @@ def test_the_image_runs_as_a_user_with_a_number_and_has_a_health_check():
     assert "HEALTHCHECK" in names and "ENTRYPOINT" not in names
 
 
+def test_the_package_comes_with_its_extras_at_the_versions_of_the_device():
+    (package,) = [words[0] for words in of("RUN") if ".[" in words[0]]
+    words = shlex.split(package)
+    assert words[words.index("-c") + 1] == "requirements/$DEVICE.txt"
+    assert set(words[-1].removeprefix(".[").removesuffix("]").split(",")) == {"launch", "text"}
+
+
+def test_commands_of_the_environment_are_found_and_their_output_is_not_held_back():
+    variables = dict(word.split("=", 1) for name, words in last_stage() if name == "ENV" for word in words)
+    (environment,) = [words[-1] for name, words in last_stage() if name == "COPY" and words[0].startswith("--from")]
+    assert variables["PATH"].split(":")[0] == f"{environment}/bin"
+    assert variables["PYTHONUNBUFFERED"] == "1"
+
+
 def test_the_health_check_passes_here():
     (words,) = [words for name, words in last_stage() if name == "HEALTHCHECK"]
     tree = Tree(pathlib.Path("/"), {})
