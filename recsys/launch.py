@@ -81,6 +81,7 @@ def train(
         if run_dir is None and (image or mounts):
             raise UserError(
                 "The run folder of a container has no default: its own disk ends with it",
+                received="image or mounts, and no run_dir",
                 fix="name one on mounted storage with --run_dir",
             )
         folder = str(Path(run_dir or f"runs/{name}-{now}").absolute())
@@ -190,7 +191,7 @@ class _Job(NamedTuple):
             ("rdzv_port", self.rdzv_port),
         ):
             if not 0 <= number < 2**16:
-                raise UserError(f"{key} cannot be", received=number, allowed="0 to 65535")
+                raise UserError(f"{key} cannot be", received=number, allowed="0 to 65535", fix=f"correct --{key}")
         cpu = self.cpu or 2 * processes
         env = {"PET_MAX_RESTARTS": str(max_restarts)}  # the component has no argument for it, and torchrun reads PET_*
         if logs is not None:
@@ -219,6 +220,7 @@ class _Job(NamedTuple):
                 "More processes on a node than GPUs",
                 received=f"-j {self.j}, {role.resource.gpu} GPUs",
                 allowed="one process for each GPU",
+                fix="ask for more with --gpu, or for fewer processes with -j",
             )
         if self.h is None:
             role.resource.memMB = self.memory_mb  # TorchX would ask for 1 GB in place of nothing
@@ -240,7 +242,12 @@ class _Job(NamedTuple):
             found |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         for key in self.env or {}:
             if not re.fullmatch(r"[A-Za-z_]\w*", key):
-                raise UserError("env names a variable that cannot be", received=key, allowed="NAME=VALUE,NAME=VALUE")
+                raise UserError(
+                    "env names a variable that cannot be",
+                    received=key,
+                    allowed="NAME=VALUE,NAME=VALUE",
+                    fix="correct --env",
+                )
         return found | (self.env or {})
 
 
@@ -252,7 +259,7 @@ def _quoted(argument: str) -> str:
 def _nodes_and_processes(j: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", j)
     if match is None:
-        raise UserError("-j is no NODESxPROCESSES", received=j, allowed="such as 1x2 or 4x8")
+        raise UserError("-j is no NODESxPROCESSES", received=j, allowed="such as 1x2 or 4x8", fix="say both numbers")
     return int(match[1]), int(match[2])
 
 
@@ -266,5 +273,6 @@ def _checked_name(name: str | None, recipe: str) -> str:
             "The name of the job cannot be",
             received=name,
             allowed="small letters, digits and dashes, a letter first, 20 at most",
+            fix="correct --name",
         )
     return name

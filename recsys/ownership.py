@@ -39,21 +39,25 @@ class Ownership:
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         self._job = None if run_id == "none" else run_id
         about = {"token": self._token, "job": self._job, "host": socket.gethostname(), "pid": os.getpid()}
-        text = json.dumps({**about, "system": _system()}) + "\n"
-        assert any(self._claims(text) for _ in range(_TRIES)), f"{self._file} is never there when it is read"
+        self._text = json.dumps({**about, "system": _system()}) + "\n"
+        claimed = any(self._is_first() or self._takes_over() for _ in range(_TRIES))
+        assert claimed, f"{self._file} is never there when it is read"
         self._heard_s, self._left = time.monotonic(), threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def _claims(self, text: str) -> bool:
-        """Try once; False where another job claims or releases the folder at the same moment."""
+    def _is_first(self) -> bool:
+        """Claim a folder that has no owner."""
         try:
             with self._file.open("x", encoding="utf-8") as file:
-                file.write(text)
-            return True
+                file.write(self._text)
         except FileExistsError:
-            pass
+            return False
+        return True
+
+    def _takes_over(self) -> bool:
+        """Claim it from an owner that is gone; False where another job claims or releases it at the same moment."""
         new = self._folder / f".{FILE}-{self._token}"
-        new.write_text(text, encoding="utf-8")
+        new.write_text(self._text, encoding="utf-8")
         try:
             now_s, owner = new.stat().st_mtime, _owner(self._file)
             if owner is None:
@@ -85,10 +89,9 @@ class Ownership:
             return
         if owner["system"] == _system() and not _is_alive(owner["pid"]):
             return
-        whose = f"job {owner['job']}, " if owner["job"] else ""
         error = UserError(
             f"The run folder {str(self._folder)!r} is in use",
-            received=f"{whose}process {owner['pid']} on {owner['host']}, heard of {max(0.0, silent_s):.0f} s ago",
+            received=f"{_named(owner)}, heard of {max(0.0, silent_s):.0f} s ago",
             fix=f"name another one with --run-dir; if that job is gone, wait until {_SILENCE_S:g} s have passed",
         )
         error.is_worth_retrying = True
@@ -106,7 +109,7 @@ class Ownership:
         if self._left.is_set() and (owner := _owner(self._file)) is not None:
             raise UserError(
                 f"The run folder {str(self._folder)!r} was taken over while this job was silent",
-                received=f"job {owner['job']}, process {owner['pid']} on {owner['host']}",
+                received=_named(owner),
                 fix="nothing: that one goes on with the run",
             )
 
@@ -116,11 +119,14 @@ class Ownership:
                 self._renew()
 
     def _renew(self) -> None:
-        if (owner := _owner(self._file)) is not None and owner["token"] != self._token:
-            self._left.set()
+        owner = _owner(self._file)
+        if owner is None:
+            self._is_first()  # somebody has removed the file
+        elif owner["token"] != self._token:
+            return self._left.set()
         else:
             os.utime(self._file)
-            self._heard_s = time.monotonic()
+        self._heard_s = time.monotonic()
 
     def release(self) -> None:
         """Give the folder up."""
@@ -134,12 +140,21 @@ def _owner(file: Path) -> dict[str, Any] | None:
     """What the file says, and `heard_s`, when it was renewed; None where there is no owner."""
     unknown = {"token": "unknown", "job": None, "host": "unknown", "pid": "unknown", "system": None}
     try:
-        heard_s = file.stat().st_mtime
-        return {**unknown, **json.loads(file.read_text(encoding="utf-8")), "heard_s": heard_s}
+        with file.open(encoding="utf-8") as opened:  # both of one file, which another may replace meanwhile
+            heard_s, text = os.fstat(opened.fileno()).st_mtime, opened.read()
     except FileNotFoundError:
         return None
-    except (ValueError, PermissionError):
-        return {**unknown, "heard_s": heard_s}  # it is being written, or its job died over that; or it is not for us
+    except PermissionError:
+        heard_s, text = file.stat().st_mtime, ""  # it is not for us
+    try:
+        return {**unknown, **json.loads(text), "heard_s": heard_s}
+    except ValueError:
+        return {**unknown, "heard_s": heard_s}  # it is being written, or its job died over that
+
+
+def _named(owner: dict[str, Any]) -> str:
+    whose = f"job {owner['job']}, " if owner["job"] else ""
+    return f"{whose}process {owner['pid']} on {owner['host']}"
 
 
 def _system() -> str:

@@ -40,9 +40,9 @@ _VERSIONS = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "pyarrow", "nu
 class RunFolder:
     """Paths and small writes inside one run's folder; writes happen on rank 0 only."""
 
-    def __init__(self, path: pathlib.Path, *, writes: bool, has_ended: bool = False) -> None:
+    def __init__(self, path: pathlib.Path, *, writes: bool) -> None:
         self.path, self.writes = path, writes
-        self.has_ended = has_ended
+        self.has_ended = False
         """Whether the run that is in it has nothing left to do."""
         self._owned: list[Ownership] = []
 

@@ -172,7 +172,7 @@ def test_a_job_that_is_cancelled_leaves_no_process(slurm, runner, recipe):
 
 def test_a_killed_rank_makes_all_ranks_start_again_from_the_checkpoint_with_nothing_lost(slurm, runner, recipe):
     handle, run = submit(runner, recipe, "killed"), recipe.parent / "killed"
-    wait_for_steps(run, 12)
+    wait_for_steps(run, 6)
     ((pid, _),) = processes(SLURM_JOB_ID=number(handle), RANK="1", LOCAL_RANK="0")
     os.kill(pid, signal.SIGKILL)
     assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
@@ -183,7 +183,7 @@ def test_a_killed_rank_makes_all_ranks_start_again_from_the_checkpoint_with_noth
 
 def test_a_job_that_loses_a_launcher_is_run_again_by_slurm_with_nothing_lost(slurm, runner, recipe):
     handle, run = submit(runner, recipe, "requeued", "--max_retries", "1"), recipe.parent / "requeued"
-    wait_for_steps(run, 12)
+    wait_for_steps(run, 6)
     ((_, its),) = processes(SLURM_JOB_ID=number(handle), RANK="1", LOCAL_RANK="0")
     launchers = [pid for pid, _ in processes(SLURM_JOB_ID=number(handle), SLURM_NODEID=its["SLURM_NODEID"])]
     (launcher,) = [pid for pid in launchers if b"torchrun" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -215,7 +215,7 @@ def test_the_batch_script_does_the_same_without_torchx(slurm, recipe):
 def test_a_running_job_that_is_queued_again_saves_first_and_goes_on_where_it_was(slurm, runner, recipe):
     """What preemption does, too: SIGTERM, and SIGKILL after KillWait."""
     handle, run = submit(runner, recipe, "preempted"), recipe.parent / "preempted"
-    wait_for_steps(run, 12)
+    wait_for_steps(run, 6)
     subprocess.run(["scontrol", "requeue", number(handle)], check=True)
     assert ended(runner, handle) == AppState.SUCCEEDED, outputs(handle)
     log = (run / "log.txt").read_text()

@@ -124,6 +124,17 @@ def test_an_owner_that_was_asleep_finds_out_before_it_writes(tmp_path, monkeypat
     assert json.loads((tmp_path / FILE).read_text())["job"] == "8"
 
 
+def test_an_owner_whose_file_was_removed_claims_the_folder_anew(tmp_path, monkeypatch):
+    first = Ownership(tmp_path)
+    (tmp_path / FILE).unlink()
+    monkeypatch.setattr(first, "_heard_s", time.monotonic() - 31)
+    first.require()
+    with pytest.raises(UserError, match="in use"):
+        Ownership(tmp_path)
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_process_ids_of_another_container_say_nothing(tmp_path):
     """Containers may share a host's name; root can make one's process ids."""
     owner = Ownership(tmp_path)
